@@ -1,0 +1,74 @@
+"""What an event means to a record: pure comparisons that name the trigger to fire.
+
+The tables stay flat because the comparisons are here, once, and not in guards.
+"""
+
+from kvflow.core.events import PrefillAborted, PrefillFinished, PrefillPreempted, PrefillStarted
+from kvflow.core.notices import Cancel, Register
+from kvflow.core.producer import ProducerRecord
+from kvflow.core.reasons import Standing
+from kvflow.ids import AgentName
+
+PrefillEvent = PrefillStarted | PrefillPreempted | PrefillFinished | PrefillAborted
+
+_OWN = {
+    PrefillStarted: "prefill_started",
+    PrefillPreempted: "prefill_preempted",
+    PrefillFinished: "prefill_finished",
+    PrefillAborted: "prefill_aborted",
+}
+_RIVAL = {
+    PrefillStarted: "rival_started",
+    PrefillPreempted: "rival_ended",
+    PrefillFinished: "rival_finished",
+    PrefillAborted: "rival_ended",
+}
+
+STANDINGS = {
+    "held": Standing.WAITING,
+    "registered": Standing.WAITING,
+    "transferring": Standing.TRANSFERRING,
+    "draining": Standing.STOPPING,
+    "sent": Standing.DONE,
+    "failed": Standing.FAILED,
+}
+"""Where a registration stands, by the state of the record that has it."""
+
+
+def prefill(record: ProducerRecord, event: PrefillEvent) -> str:
+    """This record's own prefill, or another one that claims the same transfer id."""
+    if record.request_id in (None, event.request_id):
+        return _OWN[type(event)]
+    return _RIVAL[type(event)]
+
+
+def registration(record: ProducerRecord, peer: AgentName, register: Register, floor: int) -> str:
+    """First, the same again, newer, outdated, or a rival's.
+
+    `floor` is the highest attempt of this consumer that has been forgotten. The same attempt again
+    is recognised before anything else: while its write drains it must not be called settled.
+    """
+    known = record.registration
+    if known and (known.peer, known.attempt) == (peer, register.attempt):
+        return "registered_again"
+    if register.attempt <= max(floor, record.cancelled.get(peer, 0)):
+        return "registered_stale"
+    if known is None:
+        return "registered"
+    if known.peer != peer:
+        return "registered_rival"
+    return "registered_anew" if register.attempt > known.attempt else "registered_stale"
+
+
+def cancellation(record: ProducerRecord, peer: AgentName, cancel: Cancel) -> str:
+    """Of the attempt on record (or of a prefill that nobody has claimed), or of another one."""
+    known = record.registration
+    if known is None or (known.peer == peer and cancel.attempt >= known.attempt):
+        return "cancel_asked"
+    return "cancel_stale"
+
+
+def is_registered_by(record: ProducerRecord | None, peer: AgentName, attempt: int) -> bool:
+    """Whether this record has this very registration."""
+    known = record.registration if record else None
+    return known is not None and (known.peer, known.attempt) == (peer, attempt)

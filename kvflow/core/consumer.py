@@ -1,0 +1,158 @@
+"""The consumer's machine: one record per request in each worker that waits for KV.
+
+Rules: the expected producer ranks are a set, and a rank is settled by name, never counted; blocks
+are given back to vLLM only when every rank has said that nothing can land any more, or was torn
+down and the fence time has passed; every waiting state has a deadline.
+
+The idea: register, be told, done. What makes it long is giving up: a consumer that wants out
+cannot just leave, since somebody may still write into its blocks.
+
+Known limit: after a peer was torn down, the fence time is the only proof that it stopped writing.
+"""
+
+import enum
+from dataclasses import dataclass, field
+
+from kvflow.core.notices import Blocks
+from kvflow.core.reasons import Reason, Standing
+from kvflow.core.turn import Record, Turn
+from kvflow.ids import Address, AgentName, Rank, RequestId, TransferId
+
+NAME = "consumer"
+RESEND = "resend"
+
+STATES = {
+    "new": "nothing is known of this request",
+    "allocated": "vLLM reserved blocks; the producer is being met",
+    "registering": "the registration was sent; not every producer rank has answered",
+    "registered": "every producer rank has the registration on record",
+    "transferring": "at least one producer rank is writing, or has written its part",
+    "draining": "given up; blocks stay reserved until every rank says that nothing can land",
+    "fencing": "a rank that might write was torn down; blocks stay reserved for the fence time",
+    "releasing": "nothing is wanted; the producer is being told so",
+    "received": "every expected rank has written everything, and vLLM knows",
+    "failed": "over without the KV, and vLLM knows",
+    "released": "the producer was told, or could not be",
+    "forgotten": "the record is deleted",
+}
+WAITING_FOR_PEER = frozenset({"allocated", "releasing"})
+ASKING = frozenset("registering registered transferring draining releasing".split())
+LIVE = frozenset("allocated registering registered transferring draining fencing releasing".split())
+
+
+class Outcome(enum.Enum):
+    """How one producer rank ended."""
+
+    DONE = "done"
+    FAILED = "failed"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromRank:
+    """Something that one producer rank said, or that happened to it."""
+
+    rank: Rank
+    standing: Standing | None = None
+    reason: Reason | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class ConsumerRecord(Record):
+    """One load.
+
+    agents    the expected producer ranks, by name; empty until the producer was met.
+    answered  ranks that have said anything of this attempt.
+    writing   ranks that have said that they are writing.
+    outcomes  how each settled rank ended; a load is received when all of them are DONE.
+    """
+
+    request_id: RequestId
+    transfer_id: TransferId
+    attempt: int = 0
+    address: Address = Address("", 0)
+    engine_id: str | None = None
+    blocks: Blocks = ()
+    skip: tuple[int, ...] = ()
+    tokens: int = 0
+    born: float = 0.0
+    agents: dict[Rank, AgentName] = field(default_factory=dict)
+    answered: set[Rank] = field(default_factory=set)
+    writing: set[Rank] = field(default_factory=set)
+    outcomes: dict[Rank, Outcome] = field(default_factory=dict)
+
+    @property
+    def unsettled(self) -> frozenset[Rank]:
+        """Ranks that may still write."""
+        return frozenset(self.agents) - self.outcomes.keys()
+
+    @property
+    def lost(self) -> frozenset[Rank]:
+        """Ranks that were torn down without a word."""
+        return frozenset(rank for rank, how in self.outcomes.items() if how is Outcome.LOST)
+
+
+C = ConsumerRecord
+
+# -- guards --------------------------------------------------------------------------------------
+
+
+def settled_already(record: C, event: FromRank, turn: Turn) -> bool:
+    return event.rank in record.outcomes
+
+
+def is_last(record: C, event: FromRank, turn: Turn) -> bool:
+    """No other rank may still write, and none was lost."""
+    return not (record.unsettled - {event.rank}) and not record.lost
+
+
+def is_last_but_lost(record: C, event: FromRank, turn: Turn) -> bool:
+    """No other rank may still write, but one was lost."""
+    return not (record.unsettled - {event.rank}) and bool(record.lost)
+
+
+def others_remain(record: C, event: FromRank, turn: Turn) -> bool:
+    return bool(record.unsettled - {event.rank})
+
+
+def last_of_all(record: C, event: FromRank, turn: Turn) -> bool:
+    return not others_remain(record, event, turn)
+
+
+def completes(record: C, event: FromRank, turn: Turn) -> bool:
+    """Every other expected rank is done."""
+    others = record.agents.keys() - {event.rank}
+    return all(record.outcomes.get(rank) is Outcome.DONE for rank in others)
+
+
+def completes_not(record: C, event: FromRank, turn: Turn) -> bool:
+    return not completes(record, event, turn)
+
+
+def some_silent(record: C, event: FromRank, turn: Turn) -> bool:
+    """Another rank has not answered the registration."""
+    return bool(record.agents.keys() - record.answered - {event.rank})
+
+
+def incomplete_some_silent(record: C, event: FromRank, turn: Turn) -> bool:
+    return completes_not(record, event, turn) and some_silent(record, event, turn)
+
+
+def incomplete_none_silent(record: C, event: FromRank, turn: Turn) -> bool:
+    return completes_not(record, event, turn) and not some_silent(record, event, turn)
+
+
+def is_writing(record: C, event: FromRank, turn: Turn) -> bool:
+    return event.standing is Standing.TRANSFERRING or bool(record.writing or record.outcomes)
+
+
+def none_silent_some_writing(record: C, event: FromRank, turn: Turn) -> bool:
+    return not some_silent(record, event, turn) and is_writing(record, event, turn)
+
+
+def none_silent_none_writing(record: C, event: FromRank, turn: Turn) -> bool:
+    return not some_silent(record, event, turn) and not is_writing(record, event, turn)
+
+
+def is_not_writing(record: C, event: FromRank, turn: Turn) -> bool:
+    return not is_writing(record, event, turn)

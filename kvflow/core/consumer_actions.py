@@ -1,0 +1,273 @@
+"""What the consumer's rows do. The machine is described in `kvflow.core.consumer`."""
+
+from kvflow.core.consumer import NAME, RESEND, ConsumerRecord, FromRank, Outcome
+from kvflow.core.effects import ReportReceived
+from kvflow.core.events import BlocksAllocated, LoadRefused, ReleaseWanted
+from kvflow.core.notices import Cancel, Register
+from kvflow.core.reasons import Reason, Standing
+from kvflow.core.turn import PeerGone, PeerMet, Turn, Wanted
+from kvflow.ids import Rank, RequestId
+
+C = ConsumerRecord
+
+# -- small steps ---------------------------------------------------------------------------------
+
+
+def _deadline_key(record: C) -> tuple[str, RequestId]:
+    return (NAME, record.request_id)
+
+
+def _resend_key(record: C) -> tuple[str, RequestId]:
+    return (RESEND, record.request_id)
+
+
+def _start(record: C, event: BlocksAllocated | LoadRefused | ReleaseWanted, turn: Turn) -> None:
+    """A new attempt: nothing of an earlier one counts."""
+    record.transfer_id = event.transfer_id
+    record.attempt = event.attempt
+    record.born = turn.now
+    record.reason = None
+    record.detail = ""
+    record.blocks = ()
+    record.skip = ()
+    record.spent_ms.clear()
+    for memory in (record.agents, record.answered, record.writing, record.outcomes):
+        memory.clear()
+
+
+def _want(record: C, event: BlocksAllocated | ReleaseWanted, turn: Turn) -> None:
+    record.address = event.address
+    record.engine_id = event.engine_id
+    turn.arm(_deadline_key(record), turn.timings.meet_deadline_s)
+    turn.follow_ups.append(Wanted(address=event.address, request_id=record.request_id))
+
+
+def _register_with(record: C, rank: Rank, turn: Turn) -> None:
+    register = Register(
+        transfer_id=record.transfer_id,
+        attempt=record.attempt,
+        blocks=record.blocks,
+        skip=record.skip,
+        tokens=record.tokens,
+        lease_s=turn.timings.lease_s,
+    )
+    turn.send(record.agents[rank], register)
+
+
+def _cancel_unsettled(record: C, turn: Turn) -> None:
+    for rank in sorted(record.unsettled):
+        cancel = Cancel(transfer_id=record.transfer_id, attempt=record.attempt)
+        turn.send(record.agents[rank], cancel)
+
+
+def _settle(record: C, rank: Rank, outcome: Outcome) -> None:
+    record.answered.add(rank)
+    if record.outcomes.get(rank) is not Outcome.DONE:
+        record.outcomes[rank] = outcome
+
+
+def _end(record: C, turn: Turn, reason: Reason | None, *, fenced: bool = False) -> None:
+    """Give the blocks back, tell vLLM, become a tombstone."""
+    writers = record.unsettled if fenced else record.unsettled | record.lost
+    turn.ledger.give_back(record.request_id, writers)
+    record.reason = reason
+    turn.effects.append(ReportReceived(request_id=record.request_id, reason=reason))
+    _bury(record, turn)
+
+
+def _bury(record: C, turn: Turn) -> None:
+    turn.deadlines.cancel(_resend_key(record))
+    turn.arm(_deadline_key(record), turn.timings.tombstone_s)
+
+
+def _give_up(record: C, turn: Turn, reason: Reason) -> None:
+    """Ask every rank that may write to stop, and insist."""
+    record.reason = reason
+    _cancel_unsettled(record, turn)
+    turn.arm(_resend_key(record), turn.timings.cancel_resend_s)
+    turn.arm(_deadline_key(record), turn.timings.cancel_deadline_s)
+
+
+# -- actions: vLLM -------------------------------------------------------------------------------
+
+
+def reserve(record: C, event: BlocksAllocated, turn: Turn) -> None:
+    turn.ledger.reserve(event.request_id, event.blocks)
+    _start(record, event, turn)
+    record.blocks = event.blocks
+    record.skip = event.skip
+    record.tokens = event.tokens
+    _want(record, event, turn)
+
+
+def refuse_load(record: C, event: LoadRefused, turn: Turn) -> None:
+    turn.ledger.reserve(event.request_id, ())
+    _start(record, event, turn)
+    record.detail = event.detail
+    _end(record, turn, event.reason)
+
+
+def want_release(record: C, event: ReleaseWanted, turn: Turn) -> None:
+    _start(record, event, turn)
+    record.reason = Reason.RELEASED
+    _want(record, event, turn)
+
+
+def fail_unregistered(record: C, event: object, turn: Turn) -> None:
+    """Nobody was told of the blocks, so nobody can write."""
+    _end(record, turn, Reason.ABORTED)
+
+
+def give_up_aborted(record: C, event: object, turn: Turn) -> None:
+    _give_up(record, turn, Reason.ABORTED)
+
+
+def fail_rival(record: C, event: object, turn: Turn) -> None:
+    _end(record, turn, Reason.AMBIGUOUS)
+
+
+def give_up_rival(record: C, event: object, turn: Turn) -> None:
+    _give_up(record, turn, Reason.AMBIGUOUS)
+
+
+# -- actions: peer -------------------------------------------------------------------------------
+
+
+def register(record: C, event: PeerMet, turn: Turn) -> None:
+    record.agents.update(event.agents)
+    for rank in sorted(record.agents):
+        _register_with(record, rank, turn)
+    turn.arm(_resend_key(record), turn.timings.register_resend_s)
+    rest_s = record.born + turn.timings.load_deadline_s - turn.now
+    turn.arm(_deadline_key(record), max(rest_s, 0.0))
+
+
+def tell_release(record: C, event: PeerMet, turn: Turn) -> None:
+    record.agents.update(event.agents)
+    _give_up(record, turn, Reason.RELEASED)
+
+
+def fail_unreachable(record: C, event: PeerMet, turn: Turn) -> None:
+    record.detail = event.refusal or ""
+    _end(record, turn, Reason.INCOMPATIBLE)
+
+
+def end_release(record: C, event: object, turn: Turn) -> None:
+    _bury(record, turn)
+
+
+def note_released(record: C, event: FromRank, turn: Turn) -> None:
+    _settle(record, event.rank, Outcome.FAILED)
+    _bury(record, turn)
+
+
+def note_settled(record: C, event: FromRank, turn: Turn) -> None:
+    _settle(record, event.rank, Outcome.FAILED)
+
+
+def lose(record: C, event: FromRank, turn: Turn) -> None:
+    record.outcomes[event.rank] = Outcome.LOST
+    _give_up(record, turn, record.reason or Reason.PEER_LOST)
+
+
+def lose_and_fence(record: C, event: FromRank, turn: Turn) -> None:
+    record.outcomes[event.rank] = Outcome.LOST
+    fence(record, event, turn)
+
+
+# -- actions: what ranks say ---------------------------------------------------------------------
+
+
+def note_answer(record: C, event: FromRank, turn: Turn) -> None:
+    record.answered.add(event.rank)
+    if event.standing is Standing.TRANSFERRING:
+        record.writing.add(event.rank)
+
+
+def note_last_answer(record: C, event: FromRank, turn: Turn) -> None:
+    note_answer(record, event, turn)
+    turn.deadlines.cancel(_resend_key(record))
+
+
+def note_done(record: C, event: FromRank, turn: Turn) -> None:
+    _settle(record, event.rank, Outcome.DONE)
+
+
+def note_done_last_answer(record: C, event: FromRank, turn: Turn) -> None:
+    note_done(record, event, turn)
+    turn.deadlines.cancel(_resend_key(record))
+
+
+def receive(record: C, event: FromRank, turn: Turn) -> None:
+    _settle(record, event.rank, Outcome.DONE)
+    _end(record, turn, None)
+
+
+def fail(record: C, event: FromRank, turn: Turn) -> None:
+    _settle(record, event.rank, Outcome.FAILED)
+    _end(record, turn, event.reason or Reason.FORGOTTEN)
+
+
+def give_up_failed(record: C, event: FromRank, turn: Turn) -> None:
+    _settle(record, event.rank, Outcome.FAILED)
+    _give_up(record, turn, event.reason or Reason.FORGOTTEN)
+
+
+def fail_drained(record: C, event: FromRank, turn: Turn) -> None:
+    _settle(record, event.rank, Outcome.FAILED)
+    _end(record, turn, record.reason)
+
+
+def fence(record: C, event: FromRank, turn: Turn) -> None:
+    """What may still write has been torn down: wait until it must have stopped."""
+    _settle_if_heard(record, event)
+    record.reason = record.reason or Reason.PEER_LOST
+    turn.deadlines.cancel(_resend_key(record))
+    turn.arm(_deadline_key(record), turn.timings.fence_s)
+
+
+def _settle_if_heard(record: C, event: FromRank) -> None:
+    if event.rank not in record.outcomes:
+        _settle(record, event.rank, Outcome.FAILED)
+
+
+# -- actions: time -------------------------------------------------------------------------------
+
+
+def resend_register(record: C, event: object, turn: Turn) -> None:
+    for rank in sorted(record.agents.keys() - record.answered):
+        _register_with(record, rank, turn)
+    turn.arm(_resend_key(record), turn.timings.register_resend_s)
+
+
+def resend_cancel(record: C, event: object, turn: Turn) -> None:
+    _cancel_unsettled(record, turn)
+    turn.arm(_resend_key(record), turn.timings.cancel_resend_s)
+
+
+def fail_meeting(record: C, event: object, turn: Turn) -> None:
+    _end(record, turn, Reason.UNREACHABLE)
+
+
+def give_up_deadline(record: C, event: object, turn: Turn) -> None:
+    _give_up(record, turn, Reason.DEADLINE)
+
+
+def lose_silent(record: C, event: object, turn: Turn) -> None:
+    """A peer that does not answer a cancel for so long is treated as lost."""
+    for rank in sorted(record.unsettled):
+        gone = PeerGone(agent=record.agents[rank], detail="did not answer a cancel in time")
+        turn.follow_ups.append(gone)
+    turn.arm(_deadline_key(record), turn.timings.cancel_deadline_s)
+
+
+def fail_fenced(record: C, event: object, turn: Turn) -> None:
+    _end(record, turn, record.reason, fenced=True)
+
+
+def fail_closing(record: C, event: object, turn: Turn) -> None:
+    _end(record, turn, Reason.SHUTDOWN)
+
+
+def give_up_closing(record: C, event: object, turn: Turn) -> None:
+    _give_up(record, turn, Reason.SHUTDOWN)

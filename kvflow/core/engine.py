@@ -1,0 +1,411 @@
+"""One worker's engine: events in, effects out, time passed in.
+
+Rules: no clock, no input or output; every effect comes out of a row; an event about something that
+is not on record here is `Ignored` by kind, never acted on.
+
+The idea: `receive` finds the record that an event concerns, names the trigger
+(`kvflow.core.classify`) and fires its table. Actions that concern another machine leave follow-ups,
+which are worked off in the same turn, so a caller never sees half of a consequence.
+"""
+
+import enum
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvflow.core import classify, consumer, consumer_table, peer, producer, producer_table
+from kvflow.core import events as ev
+from kvflow.core.consumer import ConsumerRecord, FromRank
+from kvflow.core.effects import DropPeer, Effect, Ignored
+from kvflow.core.ledger import Ledger
+from kvflow.core.notices import Accepted, Alive, Cancel, Done, Failed, Register, Renew
+from kvflow.core.peer import PeerRecord
+from kvflow.core.producer import CancelledBy, RegisteredBy
+from kvflow.core.reasons import Reason, Standing
+from kvflow.core.records import Records
+from kvflow.core.table import Table
+from kvflow.core.timings import Timings
+from kvflow.core.turn import FollowUp, PeerGone, PeerMet, RenewalDue, Turn, Wanted
+from kvflow.ids import AgentName, Rank, RequestId, TransferId
+
+TABLES: tuple[Table, ...] = (producer_table.TABLE, consumer_table.TABLE, peer.TABLE)
+
+_QUICK = {
+    producer.NAME: frozenset({"transferring", "draining"}),
+    consumer.NAME: consumer.LIVE,
+    peer.NAME: frozenset({"meeting"}),
+}
+_EXPECTANT = {producer.NAME: producer.LIVE, consumer.NAME: frozenset(), peer.NAME: frozenset()}
+
+
+class Urgency(enum.Enum):
+    """How soon the driver should look for news."""
+
+    QUICK = "a transfer waits for something remote"
+    EXPECTANT = "a consumer may register for a prefill at any moment"
+    IDLE = "nothing is expected"
+
+
+class Engine:
+    """The state of all transfers of one worker."""
+
+    def __init__(self, timings: Timings | None = None) -> None:
+        self.timings = timings or Timings()
+        self.ledger = Ledger()
+        self.records = Records()
+        self._handlers: dict[type, Callable[[Any, Turn], None]] = {
+            ev.PrefillStarted: self._prefill,
+            ev.PrefillPreempted: self._prefill,
+            ev.PrefillFinished: self._prefill,
+            ev.PrefillAborted: self._prefill,
+            ev.BlocksAllocated: self._allocated,
+            ev.LoadRefused: self._refused,
+            ev.ReleaseWanted: self._release_wanted,
+            ev.LoadAborted: self._load_aborted,
+            ev.NoticeReceived: self._notice,
+            ev.NoticeFailed: self._notice_failed,
+            ev.PeerIntroduced: self._introduced,
+            ev.MeetingSucceeded: self._meeting,
+            ev.MeetingFailed: self._meeting,
+            ev.WriteDone: self._write_ended,
+            ev.WriteFailed: self._write_ended,
+            ev.WriteStopped: self._write_ended,
+            ev.Closing: self._closing,
+        }
+
+    # -- the three calls -------------------------------------------------------------------------
+
+    def receive(self, event: ev.Event, now: float) -> list[Effect]:
+        """Take one event; return what is to be done.
+
+        Raises `LocalProtocolError` if the event is one that cannot happen (a bug of ours).
+        """
+        turn = self._turn(now)
+        self._handlers[type(event)](event, turn)
+        self._follow_up(turn)
+        return turn.effects
+
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do, or None."""
+        return self.records.deadlines.next()
+
+    def expire(self, now: float) -> list[Effect]:
+        """Fire every deadline that is not after `now`."""
+        turn = self._turn(now)
+        while (due := self.records.deadlines.pop_due(now)) is not None:
+            self._expired(due, turn)
+            self._follow_up(turn)
+        return turn.effects
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def may_write(self, transfer_id: TransferId, attempt: int, now: float) -> bool:
+        """Whether another slice of this write may be posted now (asked before every slice)."""
+        record = self.records.producers.get(transfer_id)
+        return (
+            record is not None
+            and record.state == "transferring"
+            and record.attempt == attempt
+            and now < record.lease_until
+            and self.ledger.is_open(transfer_id, attempt)
+        )
+
+    def urgency(self) -> Urgency:
+        """How soon news should be looked for."""
+        expectant = False
+        for (machine, state), count in self.records.population.items():
+            if count and state in _QUICK[machine]:
+                return Urgency.QUICK
+            expectant = expectant or bool(count and state in _EXPECTANT[machine])
+        return Urgency.EXPECTANT if expectant else Urgency.IDLE
+
+    @property
+    def live(self) -> int:
+        """Transfers that are not over, both directions."""
+        return sum(
+            count
+            for (machine, state), count in self.records.population.items()
+            if (machine == producer.NAME and state in producer.LIVE)
+            or (machine == consumer.NAME and state in consumer.LIVE)
+        )
+
+    def _turn(self, now: float) -> Turn:
+        return Turn(
+            now=now,
+            timings=self.timings,
+            ledger=self.ledger,
+            deadlines=self.records.deadlines,
+        )
+
+    # -- events of vLLM --------------------------------------------------------------------------
+
+    def _prefill(self, event: classify.PrefillEvent, turn: Turn) -> None:
+        record = self.records.producer(event.transfer_id, turn.now)
+        self.records.fire_producer(record, classify.prefill(record, event), event, turn)
+
+    def _load(
+        self, event: ev.BlocksAllocated | ev.LoadRefused | ev.ReleaseWanted, turn: Turn
+    ) -> ConsumerRecord:
+        return self.records.consumer(event.request_id, event.transfer_id, turn.now)
+
+    def _rival(self, event: ev.BlocksAllocated | ev.ReleaseWanted) -> ConsumerRecord | None:
+        """Another load with the same transfer id that is under way here."""
+        other = self.records.load(event.transfer_id)
+        if other is None or other.request_id == event.request_id:
+            return None
+        return other if other.state in consumer.LIVE else None
+
+    def _allocated(self, event: ev.BlocksAllocated, turn: Turn) -> None:
+        rival = self._rival(event)
+        record = self._load(event, turn)
+        if rival is not None:
+            self.records.fire_consumer(rival, "rival_allocated", event, turn)
+            refused = ev.LoadRefused(
+                transfer_id=event.transfer_id,
+                request_id=event.request_id,
+                attempt=event.attempt,
+                detail=f"{rival.request_id} waits for the same transfer id",
+                reason=Reason.AMBIGUOUS,
+            )
+            self.records.fire_consumer(record, "load_refused", refused, turn)
+            return
+        self.records.load_of[event.transfer_id] = event.request_id
+        self.records.fire_consumer(record, "blocks_allocated", event, turn)
+
+    def _refused(self, event: ev.LoadRefused, turn: Turn) -> None:
+        self.records.fire_consumer(self._load(event, turn), "load_refused", event, turn)
+
+    def _release_wanted(self, event: ev.ReleaseWanted, turn: Turn) -> None:
+        if self._rival(event) is not None:
+            turn.effects.append(Ignored(kind="release_of_live_transfer", key=event.transfer_id))
+            return
+        self.records.load_of[event.transfer_id] = event.request_id
+        self.records.fire_consumer(self._load(event, turn), "release_wanted", event, turn)
+
+    def _load_aborted(self, event: ev.LoadAborted, turn: Turn) -> None:
+        record = self.records.consumers.get(event.request_id)
+        if record is None:
+            turn.effects.append(Ignored(kind="abort_of_unknown_load", key=event.request_id))
+            return
+        self.records.fire_consumer(record, "load_aborted", event, turn)
+
+    # -- events of the network -------------------------------------------------------------------
+
+    def _notice(self, event: ev.NoticeReceived, turn: Turn) -> None:
+        notice, sender = event.notice, event.sender
+        from_consumer = isinstance(notice, Register | Cancel | Renew)
+        record = (self.records.workers if from_consumer else self.records.engine_of).get(sender)
+        if record is None:
+            turn.effects.append(Ignored(kind="unknown_sender", key=sender))
+            return
+        self.records.fire_peer(record, "heard", event, turn)
+        match notice:
+            case Register():
+                self._register(record, sender, notice, turn)
+            case Cancel():
+                self._cancel(sender, notice, turn)
+            case Renew():
+                self._renew(sender, notice, turn)
+            case Accepted():
+                said = _said(record, sender, standing=notice.standing)
+                self._said(notice.transfer_id, notice.attempt, "accepted", said, turn)
+            case Done():
+                said = _said(record, sender)
+                self._said(notice.transfer_id, notice.attempt, "done", said, turn)
+            case Failed():
+                said = _said(record, sender, reason=notice.reason)
+                self._said(notice.transfer_id, notice.attempt, "rank_failed", said, turn)
+            case Alive():
+                self._alive(record, sender, notice, turn)
+
+    def _register(
+        self, worker: PeerRecord, sender: AgentName, notice: Register, turn: Turn
+    ) -> None:
+        if worker.refusal is not None:
+            refusal = Failed(
+                transfer_id=notice.transfer_id,
+                attempt=notice.attempt,
+                reason=Reason.INCOMPATIBLE,
+            )
+            turn.send(sender, refusal)
+            return
+        record = self.records.producer(notice.transfer_id, turn.now)
+        trigger = classify.registration(record, sender, notice, worker.floor)
+        event = RegisteredBy(peer=sender, register=notice)
+        self.records.fire_producer(record, trigger, event, turn)
+
+    def _cancel(self, sender: AgentName, notice: Cancel, turn: Turn) -> None:
+        record = self.records.producer(notice.transfer_id, turn.now)
+        trigger = classify.cancellation(record, sender, notice)
+        event = CancelledBy(peer=sender, cancel=notice)
+        self.records.fire_producer(record, trigger, event, turn)
+
+    def _renew(self, sender: AgentName, notice: Renew, turn: Turn) -> None:
+        standings: list[tuple[TransferId, int, Standing, Reason | None]] = []
+        for transfer_id, attempt in notice.wanted:
+            record = self.records.producers.get(transfer_id)
+            if record is None or not classify.is_registered_by(record, sender, attempt):
+                standings.append((transfer_id, attempt, Standing.UNKNOWN, None))
+                continue
+            self.records.fire_producer(record, "renewed", notice, turn)
+            standing = classify.STANDINGS[record.state]
+            standings.append((transfer_id, attempt, standing, record.reason))
+        turn.send(sender, Alive(standings=tuple(standings)))
+
+    def _alive(self, record: PeerRecord, sender: AgentName, notice: Alive, turn: Turn) -> None:
+        for transfer_id, attempt, standing, reason in notice.standings:
+            match standing:
+                case Standing.DONE:
+                    trigger = "done"
+                case Standing.FAILED | Standing.UNKNOWN:
+                    trigger = "rank_failed"
+                case _:
+                    trigger = "accepted"
+            said = _said(record, sender, standing=standing, reason=reason)
+            self._said(transfer_id, attempt, trigger, said, turn)
+
+    def _said(
+        self, transfer_id: TransferId, attempt: int, trigger: str, said: FromRank, turn: Turn
+    ) -> None:
+        record = self.records.load(transfer_id)
+        if record is None:
+            turn.effects.append(Ignored(kind=f"{trigger}_of_unknown_load", key=transfer_id))
+            return
+        if attempt != record.attempt:
+            turn.effects.append(Ignored(kind=f"{trigger}_of_another_attempt", key=transfer_id))
+            trigger = "stale"
+        self.records.fire_consumer(record, trigger, said, turn)
+
+    def _notice_failed(self, event: ev.NoticeFailed, turn: Turn) -> None:
+        turn.follow_ups.append(PeerGone(agent=event.agent, detail=event.detail))
+
+    def _introduced(self, event: ev.PeerIntroduced, turn: Turn) -> None:
+        record = self.records.worker(event.agent, event.rank, turn.now)
+        self.records.fire_peer(record, "introduced", event, turn)
+
+    def _meeting(self, event: ev.MeetingSucceeded | ev.MeetingFailed, turn: Turn) -> None:
+        record = self.records.engines.get(event.address)
+        if record is None:
+            turn.effects.append(Ignored(kind="meeting_of_forgotten_peer", key=str(event.address)))
+            if isinstance(event, ev.MeetingSucceeded):
+                turn.effects.extend(DropPeer(agent=agent) for agent in event.agents.values())
+            return
+        succeeded = isinstance(event, ev.MeetingSucceeded)
+        trigger = "meeting_succeeded" if succeeded else "meeting_failed"
+        self.records.fire_peer(record, trigger, event, turn)
+
+    # -- events of the driver --------------------------------------------------------------------
+
+    def _write_ended(
+        self, event: ev.WriteDone | ev.WriteFailed | ev.WriteStopped, turn: Turn
+    ) -> None:
+        trigger = {
+            ev.WriteDone: "write_done",
+            ev.WriteFailed: "write_failed",
+            ev.WriteStopped: "write_stopped",
+        }[type(event)]
+        self.records.fire_producer(self.records.producers[event.transfer_id], trigger, event, turn)
+
+    def _closing(self, event: ev.Closing, turn: Turn) -> None:
+        for producing in list(self.records.producers.values()):
+            self.records.fire_producer(producing, "closing", event, turn)
+        for consuming in list(self.records.consumers.values()):
+            self.records.fire_consumer(consuming, "closing", event, turn)
+
+    # -- deadlines and follow-ups ----------------------------------------------------------------
+
+    def _expired(self, due: Any, turn: Turn) -> None:
+        kind, key = due
+        if kind == producer.NAME:
+            self.records.fire_producer(self.records.producers[key], "expired", None, turn)
+        elif kind == consumer.NAME:
+            self.records.fire_consumer(self.records.consumers[key], "expired", None, turn)
+        elif kind == consumer.RESEND:
+            self.records.fire_consumer(self.records.consumers[key], "resend_due", None, turn)
+        else:
+            self.records.fire_peer(self.records.peer(key), "expired", None, turn)
+
+    def _follow_up(self, turn: Turn) -> None:
+        while turn.follow_ups:
+            follow_up: FollowUp = turn.follow_ups.pop(0)
+            match follow_up:
+                case Wanted():
+                    self._wanted(follow_up, turn)
+                case PeerMet():
+                    self._peer_met(follow_up, turn)
+                case PeerGone():
+                    self._peer_gone(follow_up, turn)
+                case RenewalDue():
+                    self._renewal_due(self.records.engines[follow_up.address], turn)
+
+    def _wanted(self, wanted: Wanted, turn: Turn) -> None:
+        record = self.records.engine(wanted.address, turn.now)
+        asked = self.records.consumers[wanted.request_id].engine_id
+        outdated = record.state == "met" and asked not in (None, record.engine_id)
+        if outdated:
+            for agent in list(record.agents.values()):
+                self._tell_lost(record, agent, turn)
+        self.records.fire_peer(record, "outdated" if outdated else "peer_wanted", wanted, turn)
+
+    def _peer_met(self, met: PeerMet, turn: Turn) -> None:
+        record = self.records.consumers.get(met.request_id)
+        if record is None or record.state not in consumer.WAITING_FOR_PEER:
+            return
+        engine = self.records.engines[record.address]
+        if met.refusal is None and record.engine_id not in (None, engine.engine_id):
+            refusal = (
+                f"remote_engine_id is {record.engine_id!r}, "
+                f"but {record.address} is {engine.engine_id!r}"
+            )
+            met = PeerMet(request_id=met.request_id, refusal=refusal)
+        trigger = "peer_met" if met.refusal is None else "peer_unreachable"
+        self.records.fire_consumer(record, trigger, met, turn)
+
+    def _peer_gone(self, gone: PeerGone, turn: Turn) -> None:
+        for record in (
+            self.records.engine_of.get(gone.agent),
+            self.records.workers.get(gone.agent),
+        ):
+            if record is None:
+                continue
+            agents = list(record.agents.values())
+            for agent in agents:
+                self._tell_lost(record, agent, turn)
+            self.records.fire_peer(record, "gone", gone, turn)
+
+    def _tell_lost(self, record: PeerRecord, agent: AgentName, turn: Turn) -> None:
+        """Every transfer that depends on this agent."""
+        for key in sorted(record.using):
+            if record.address is None:
+                self.records.fire_producer(
+                    self.records.producers[TransferId(key)], "peer_lost", None, turn
+                )
+            else:
+                said = _said(record, agent)
+                load = self.records.consumers[RequestId(key)]
+                self.records.fire_consumer(load, "peer_lost", said, turn)
+
+    def _renewal_due(self, record: PeerRecord, turn: Turn) -> None:
+        for rank, agent in sorted(record.agents.items()):
+            wanted = tuple(_renewable(self.records.consumers, record, rank))
+            if wanted:
+                turn.send(agent, Renew(wanted=wanted))
+
+
+def _said(
+    record: PeerRecord,
+    agent: AgentName,
+    *,
+    standing: Standing | None = None,
+    reason: Reason | None = None,
+) -> FromRank:
+    rank = next(rank for rank, name in record.agents.items() if name == agent)
+    return FromRank(rank=rank, standing=standing, reason=reason)
+
+
+def _renewable(
+    consumers: dict[RequestId, ConsumerRecord], record: PeerRecord, rank: Rank
+) -> Iterator[tuple[TransferId, int]]:
+    for request_id in sorted(record.using):
+        load = consumers[RequestId(request_id)]
+        if load.state in ("registered", "transferring") and rank in load.unsettled:
+            yield load.transfer_id, load.attempt

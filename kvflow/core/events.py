@@ -1,0 +1,209 @@
+"""What happens to an engine, in the past tense: commands of vLLM, notices, answers of the driver.
+
+Every effect of `kvflow.core.effects` that asks for an answer gets exactly one of these.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvflow.core.notices import Blocks, Notice
+from kvflow.core.reasons import Reason
+from kvflow.ids import Address, AgentName, Incarnation, Rank, RequestId, TransferId
+
+# -- vLLM, producer side -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillStarted:
+    """vLLM allocated blocks and computes this prompt."""
+
+    transfer_id: TransferId
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillPreempted:
+    """vLLM took the blocks away; the prompt will be computed again."""
+
+    transfer_id: TransferId
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillFinished:
+    """The prompt's KV is complete; vLLM keeps the blocks until `ReportSent`.
+
+    blocks  source block ids per cache group, in token order from the first token.
+    tokens  prompt tokens whose KV is in them.
+    """
+
+    transfer_id: TransferId
+    request_id: RequestId
+    blocks: Blocks
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillAborted:
+    """The request ended without a complete KV; vLLM frees its blocks itself."""
+
+    transfer_id: TransferId
+    request_id: RequestId
+
+
+# -- vLLM, consumer side -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksAllocated:
+    """vLLM reserved blocks for KV that a producer will write.
+
+    blocks     destination block ids per cache group, only those to be written.
+    skip       blocks per group before them that are here already.
+    engine_id  the producer's engine id if the router named it, else None.
+    """
+
+    transfer_id: TransferId
+    request_id: RequestId
+    attempt: int
+    address: Address
+    engine_id: str | None
+    blocks: Blocks
+    skip: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRefused:
+    """vLLM waits for a load that cannot be tried, for example since its parameters are bad."""
+
+    transfer_id: TransferId
+    request_id: RequestId
+    attempt: int
+    detail: str
+    reason: Reason = Reason.PARAMETERS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseWanted:
+    """Nothing has to be moved (all is cached here, or the request is gone): tell the producer."""
+
+    transfer_id: TransferId
+    request_id: RequestId
+    attempt: int
+    address: Address
+    engine_id: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadAborted:
+    """vLLM ended a request; if its load is under way, it keeps the blocks until it is reported."""
+
+    request_id: RequestId
+
+
+# -- network -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoticeReceived:
+    """A notice arrived; `sender` is the name that the transfer library vouches for."""
+
+    sender: AgentName
+    notice: Notice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoticeFailed:
+    """A notice could not be handed to the transfer library."""
+
+    agent: AgentName
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerIntroduced:
+    """A consumer worker sent its coordinates along; the driver made it reachable.
+
+    refusal  a sentence when the two cannot exchange KV, else None.
+    """
+
+    agent: AgentName
+    incarnation: Incarnation
+    rank: Rank
+    refusal: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeetingSucceeded:
+    """Answer to `Meet`: the producer engine's worker ranks that write to this worker."""
+
+    address: Address
+    engine_id: str
+    incarnation: Incarnation
+    agents: Mapping[Rank, AgentName] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeetingFailed:
+    """Answer to `Meet`. `final` when trying again cannot help (the two are incompatible)."""
+
+    address: Address
+    final: bool
+    detail: str
+
+
+# -- writes --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteDone:
+    """Answer to `PostWrite`: every run has reported done."""
+
+    transfer_id: TransferId
+    attempt: int
+    bytes: int
+    runs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteFailed:
+    """Answer to `PostWrite`: at least one run failed; no handle is outstanding any more."""
+
+    transfer_id: TransferId
+    attempt: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteStopped:
+    """Answer to `PostWrite` after `StopWrite`: no handle is outstanding, not all was written."""
+
+    transfer_id: TransferId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closing:
+    """The worker is shutting down: finish or give up everything, and say so."""
+
+
+Event = (
+    PrefillStarted
+    | PrefillPreempted
+    | PrefillFinished
+    | PrefillAborted
+    | BlocksAllocated
+    | LoadRefused
+    | ReleaseWanted
+    | LoadAborted
+    | NoticeReceived
+    | NoticeFailed
+    | PeerIntroduced
+    | MeetingSucceeded
+    | MeetingFailed
+    | WriteDone
+    | WriteFailed
+    | WriteStopped
+    | Closing
+)

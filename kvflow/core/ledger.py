@@ -1,0 +1,100 @@
+"""Who may touch which block: the safety argument, kept beside the machines and asserted twice.
+
+Invariants (specs/invariants.md):
+
+S1  a block is the destination of at most one live load.
+S2  a destination block is not given back while a producer might still write it.
+S3  a source block is not given back while one of our writes may still read it.
+S4  a write is posted only for a pinned source, and once per (transfer, attempt).
+S5  each request is reported at most once per direction.
+
+A violation is a bug of ours and raises `LocalProtocolError`: better one failed request and a loud
+log than another user's KV. The ledger decides nothing; it is told and it objects.
+"""
+
+from kvflow.core.notices import Blocks
+from kvflow.errors import LocalProtocolError
+from kvflow.ids import RequestId, TransferId
+
+Block = tuple[int, int]
+"""(cache group, block id)."""
+
+
+class Ledger:
+    """One worker's books."""
+
+    def __init__(self) -> None:
+        self._owner: dict[Block, RequestId] = {}
+        self._reserved: dict[RequestId, tuple[Block, ...]] = {}
+        self._pinned: set[RequestId] = set()
+        self._writes: dict[TransferId, tuple[int, RequestId]] = {}
+        self._read: dict[RequestId, TransferId] = {}
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is reserved, pinned or being written."""
+        return not (self._owner or self._reserved or self._pinned or self._writes)
+
+    # -- consumer --------------------------------------------------------------------------------
+
+    def reserve(self, request: RequestId, blocks: Blocks) -> None:
+        """S1: the blocks of a load that starts."""
+        if request in self._reserved:
+            raise LocalProtocolError(f"S1: {request} has a load already")
+        mine = tuple((group, block) for group, ids in enumerate(blocks) for block in ids)
+        for block in mine:
+            if block in self._owner:
+                raise LocalProtocolError(
+                    f"S1: block {block} of {request} is {self._owner[block]}'s"
+                )
+        self._owner.update(dict.fromkeys(mine, request))
+        self._reserved[request] = mine
+
+    def give_back(self, request: RequestId, writers: frozenset[object]) -> None:
+        """S2, S5: the load ended; `writers` are the ranks that might still write (none, or a bug)."""
+        if writers:
+            raise LocalProtocolError(f"S2: {request} given back while {set(writers)} may write")
+        if request not in self._reserved:
+            raise LocalProtocolError(f"S5: {request} given back twice")
+        for block in self._reserved.pop(request):
+            del self._owner[block]
+
+    def holds(self, request: RequestId) -> bool:
+        """Whether this request's destination blocks are reserved."""
+        return request in self._reserved
+
+    # -- producer --------------------------------------------------------------------------------
+
+    def pin(self, request: RequestId) -> None:
+        """S3: vLLM keeps this prefill's blocks until `unpin`."""
+        if request in self._pinned:
+            raise LocalProtocolError(f"S3: {request} is pinned already")
+        self._pinned.add(request)
+
+    def open_write(self, transfer: TransferId, attempt: int, request: RequestId) -> None:
+        """S4: a write begins to read this prefill's blocks."""
+        if request not in self._pinned:
+            raise LocalProtocolError(f"S4: write of {transfer} from unpinned {request}")
+        if transfer in self._writes:
+            raise LocalProtocolError(f"S4: {transfer} is being written already")
+        self._writes[transfer] = (attempt, request)
+        self._read[request] = transfer
+
+    def close_write(self, transfer: TransferId) -> None:
+        """The write's last handle has ended."""
+        write = self._writes.pop(transfer, None)
+        if write is None:
+            raise LocalProtocolError(f"S4: {transfer} is not being written")
+        del self._read[write[1]]
+
+    def is_open(self, transfer: TransferId, attempt: int) -> bool:
+        """Whether this very write may read now."""
+        return self._writes.get(transfer, (None, None))[0] == attempt
+
+    def unpin(self, request: RequestId) -> None:
+        """S3, S5: vLLM may free the prefill's blocks."""
+        if request in self._read:
+            raise LocalProtocolError(f"S3: {request} unpinned while being written")
+        if request not in self._pinned:
+            raise LocalProtocolError(f"S5: {request} unpinned twice")
+        self._pinned.discard(request)

@@ -1,0 +1,82 @@
+"""What producer and consumer workers say to each other, as the core sees it.
+
+The wire has a twin of each (`kvflow.wire.messages`), with limits. Every notice is idempotent by
+(transfer id, attempt, rank), so each may be lost, doubled, delayed or overtaken.
+"""
+
+from dataclasses import dataclass
+
+from kvflow.core.reasons import Reason, Standing
+from kvflow.ids import TransferId
+
+Blocks = tuple[tuple[int, ...], ...]
+"""Block ids per cache group, in token order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Register:
+    """Consumer -> producer rank: write this transfer's KV into these blocks.
+
+    blocks   destination block ids per cache group, in token order.
+    skip     blocks per group, from the start of the prompt, that the consumer has already.
+    tokens   prompt tokens that the consumer wants to have after the transfer (incl. skipped).
+    lease_s  how long the registration is good without a renewal, in seconds.
+    """
+
+    transfer_id: TransferId
+    attempt: int
+    blocks: Blocks
+    skip: tuple[int, ...]
+    tokens: int
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """Producer rank -> consumer: the registration is on record, and stands so."""
+
+    transfer_id: TransferId
+    attempt: int
+    standing: Standing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """Producer rank -> consumer: every byte that this rank owed has been written."""
+
+    transfer_id: TransferId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """Producer rank -> consumer: nothing of this attempt can land any more from this rank."""
+
+    transfer_id: TransferId
+    attempt: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """Consumer -> producer rank: give the transfer up; answer when nothing can land any more."""
+
+    transfer_id: TransferId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renew:
+    """Consumer -> producer rank: these registrations are still wanted."""
+
+    wanted: tuple[tuple[TransferId, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """Producer rank -> consumer: the answer to `Renew`, one standing per registration."""
+
+    standings: tuple[tuple[TransferId, int, Standing, Reason | None], ...]
+
+
+Notice = Register | Accepted | Done | Failed | Cancel | Renew | Alive

@@ -1,0 +1,283 @@
+"""The peer's machine: one record per remote engine (as its consumer) or worker (as its producer).
+
+Rules: only a `met` or `introduced` peer is spoken to; a peer that stays silent while something is
+awaited from it is lost, and whatever depends on it is told in the same turn; a restarted engine
+has a new incarnation, hence is met anew.
+
+The idea: a producer engine is met through its side channel, on demand, with back-off. A consumer
+worker introduces itself with its first registration. Renewals are the heartbeat, and they flow
+only while a transfer is under way.
+"""
+
+from dataclasses import dataclass, field
+
+from kvflow.core.effects import DropPeer, Meet
+from kvflow.core.events import MeetingFailed, MeetingSucceeded, PeerIntroduced
+from kvflow.core.table import Table, never, row
+from kvflow.core.turn import PeerGone, PeerMet, Record, RenewalDue, Turn, Wanted
+from kvflow.ids import Address, AgentName, Incarnation, Rank, RequestId
+
+NAME = "peer"
+
+STATES = {
+    "unmet": "nothing is known of this peer",
+    "meeting": "its side channel is being asked who its workers are",
+    "met": "a producer engine whose workers can be reached",
+    "introduced": "a consumer worker that can be reached",
+    "backing_off": "it could not be met, or was lost; it is met again when wanted, after a while",
+    "forgotten": "the record is deleted",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class PeerRecord(Record):
+    """One remote engine or worker.
+
+    address   set for a producer engine, None for a consumer worker.
+    agents    its workers by rank.
+    waiting   loads that wait until it is met.
+    using     live transfers that depend on it (request ids, or transfer ids of a consumer's).
+    misses    renewals sent since it was last heard.
+    floor     highest attempt of a consumer that has been forgotten here; lower ones are stale.
+    """
+
+    address: Address | None = None
+    engine_id: str = ""
+    incarnation: Incarnation = Incarnation("")
+    agents: dict[Rank, AgentName] = field(default_factory=dict)
+    refusal: str | None = None
+    waiting: set[RequestId] = field(default_factory=set)
+    using: set[str] = field(default_factory=set)
+    last_used: float = 0.0
+    misses: int = 0
+    failures: int = 0
+    floor: int = 0
+
+    @property
+    def key(self) -> str:
+        """How logs and traces name it."""
+        return str(self.address) if self.address else next(iter(self.agents.values()), "")
+
+
+R = PeerRecord
+
+# -- guards --------------------------------------------------------------------------------------
+
+
+def is_wanted(record: R, event: object, turn: Turn) -> bool:
+    return bool(record.waiting)
+
+
+def is_not_wanted(record: R, event: object, turn: Turn) -> bool:
+    return not record.waiting
+
+
+def is_silent(record: R, event: object, turn: Turn) -> bool:
+    """Something is awaited, and too many renewals went unanswered."""
+    return bool(record.using) and record.misses >= turn.timings.renew_misses_max
+
+
+def is_unused(record: R, event: object, turn: Turn) -> bool:
+    """Nothing has depended on it for a long time."""
+    return not record.using and turn.now - record.last_used >= turn.timings.peer_idle_s
+
+
+def is_in_order(record: R, event: object, turn: Turn) -> bool:
+    return not is_silent(record, event, turn) and not is_unused(record, event, turn)
+
+
+def is_not_unused(record: R, event: object, turn: Turn) -> bool:
+    return not is_unused(record, event, turn)
+
+
+# -- actions -------------------------------------------------------------------------------------
+
+
+def _deadline_key(record: R) -> tuple[str, str]:
+    return (NAME, record.key)
+
+
+def _tell_waiting(record: R, turn: Turn, refusal: str | None) -> None:
+    for request_id in sorted(record.waiting):
+        met = PeerMet(request_id=request_id, refusal=refusal, agents=record.agents)
+        turn.follow_ups.append(met)
+    record.waiting.clear()
+
+
+def wait(record: R, event: Wanted, turn: Turn) -> None:
+    record.waiting.add(event.request_id)
+
+
+def meet(record: R, event: object, turn: Turn) -> None:
+    assert record.address is not None
+    turn.effects.append(Meet(address=record.address))
+    turn.arm(_deadline_key(record), 2 * turn.timings.meet_deadline_s)
+
+
+def wait_and_meet(record: R, event: Wanted, turn: Turn) -> None:
+    wait(record, event, turn)
+    meet(record, event, turn)
+
+
+def use(record: R, event: Wanted, turn: Turn) -> None:
+    record.last_used = turn.now
+    if not record.using:
+        record.misses = 0
+        turn.arm(_deadline_key(record), turn.timings.renew_interval_s)
+    turn.follow_ups.append(PeerMet(request_id=event.request_id, agents=record.agents))
+
+
+def know(record: R, event: MeetingSucceeded, turn: Turn) -> None:
+    record.engine_id = event.engine_id
+    record.incarnation = event.incarnation
+    record.agents = dict(event.agents)
+    record.failures = 0
+    record.misses = 0
+    record.last_used = turn.now
+    record.detail = ""
+    turn.arm(_deadline_key(record), turn.timings.renew_interval_s)
+    _tell_waiting(record, turn, None)
+
+
+def back_off(record: R, event: object, turn: Turn) -> None:
+    timings = turn.timings
+    wait_s = min(timings.backoff_first_s * 2**record.failures, timings.backoff_max_s)
+    record.failures = min(record.failures + 1, 32)
+    turn.arm(_deadline_key(record), wait_s)
+
+
+def back_off_from(record: R, event: MeetingFailed, turn: Turn) -> None:
+    record.detail = event.detail
+    back_off(record, event, turn)
+    if event.final:
+        _tell_waiting(record, turn, event.detail)
+
+
+def _drop(record: R, turn: Turn, detail: str) -> None:
+    record.detail = detail
+    for _, agent in sorted(record.agents.items()):
+        turn.effects.append(DropPeer(agent=agent))
+
+
+def lose(record: R, event: object, turn: Turn) -> None:
+    """The transfers are told by the engine, which knows them."""
+    for _, agent in sorted(record.agents.items()):
+        gone = PeerGone(agent=agent, detail=f"silent for {record.misses} renewals")
+        turn.follow_ups.append(gone)
+    turn.arm(_deadline_key(record), turn.timings.renew_interval_s)
+
+
+def drop_and_back_off(record: R, event: PeerGone, turn: Turn) -> None:
+    _drop(record, turn, event.detail)
+    record.agents = {}
+    back_off(record, event, turn)
+
+
+def drop_and_meet(record: R, event: Wanted, turn: Turn) -> None:
+    _drop(record, turn, "another engine id was asked for at its address")
+    record.agents = {}
+    wait_and_meet(record, event, turn)
+
+
+def drop(record: R, event: object, turn: Turn) -> None:
+    _drop(record, turn, event.detail if isinstance(event, PeerGone) else "unused")
+
+
+def renew(record: R, event: object, turn: Turn) -> None:
+    assert record.address is not None
+    if record.using:
+        record.misses += 1
+        turn.follow_ups.append(RenewalDue(address=record.address))
+        turn.arm(_deadline_key(record), turn.timings.renew_interval_s)
+    else:
+        record.misses = 0
+        turn.arm(_deadline_key(record), turn.timings.peer_idle_s)
+
+
+def note_heard(record: R, event: object, turn: Turn) -> None:
+    record.misses = 0
+    record.last_used = turn.now
+
+
+def introduce(record: R, event: PeerIntroduced, turn: Turn) -> None:
+    record.agents = {event.rank: event.agent}
+    record.incarnation = event.incarnation
+    record.refusal = event.refusal
+    record.last_used = turn.now
+    turn.arm(_deadline_key(record), turn.timings.peer_idle_s)
+
+
+def wait_for_idle(record: R, event: object, turn: Turn) -> None:
+    turn.arm(_deadline_key(record), turn.timings.peer_idle_s)
+
+
+def ignore_answer(record: R, event: MeetingSucceeded, turn: Turn) -> None:
+    """The answer to a meeting that had timed out; its agents are made unreachable again."""
+    for agent in event.agents.values():
+        if agent not in record.agents.values():
+            turn.effects.append(DropPeer(agent=agent))
+
+
+ROWS = (
+    row("peer_wanted", "unmet", "meeting", wait_and_meet,
+        why="a load needs this producer"),
+    row("peer_wanted", "meeting backing_off", "=", wait,
+        why="the load waits, within its own deadline"),
+    row("peer_wanted", "met", "=", use,
+        why="the producer can be reached already"),
+    row("outdated", "met", "meeting", drop_and_meet,
+        why="the router names another engine id at this address: the engine was restarted"),
+    row("meeting_succeeded", "meeting", "met", know,
+        why="every worker rank that owes us a part can be reached"),
+    row("meeting_succeeded", "unmet met backing_off", "=", ignore_answer,
+        why="the answer to a meeting that was given up"),
+    row("meeting_failed", "meeting", "backing_off", back_off_from,
+        why="try again after a while; if the two are incompatible, waiting loads are told"),
+    row("meeting_failed", "unmet met backing_off", "=",
+        why="the answer to a meeting that was given up"),
+    row("introduced", "unmet introduced", "introduced", introduce,
+        why="a consumer's registration brought its coordinates"),
+    row("heard", "met introduced", "=", note_heard,
+        why="it lives"),
+    row("gone", "met", "backing_off", drop_and_back_off,
+        why="lost: it is made unreachable, and its transfers are told"),
+    row("gone", "introduced", "forgotten", drop,
+        why="lost: it is made unreachable, and its transfers are told"),
+    row("expired", "meeting", "backing_off", back_off,
+        why="the meeting took too long"),
+    row("expired", "backing_off", "meeting", meet, is_wanted,
+        why="somebody waits: try again"),
+    row("expired", "backing_off", "forgotten", None, is_not_wanted,
+        why="nobody waits"),
+    row("expired", "met", "=", lose, is_silent,
+        why="too many renewals went unanswered: the engine takes it as gone in the same turn"),
+    row("expired", "met", "forgotten", drop, is_unused,
+        why="nothing has depended on it for a long time"),
+    row("expired", "met", "=", renew, is_in_order,
+        why="renew what is registered with it, if anything"),
+    row("expired", "introduced", "forgotten", drop, is_unused,
+        why="it has asked for nothing for a long time"),
+    row("expired", "introduced", "=", wait_for_idle, is_not_unused,
+        why="it is still in use"),
+)  # fmt: skip
+
+IMPOSSIBLE = (
+    never("forgotten", " ".join(dict.fromkeys(r.trigger for r in ROWS)),
+          "a forgotten record is not in any table")
+    | never("introduced", "peer_wanted outdated meeting_succeeded meeting_failed",
+            "a consumer worker is not met, it introduces itself")
+    | never("meeting met backing_off", "introduced",
+            "a producer engine is met, it does not introduce itself")
+    | never("unmet meeting backing_off", "heard gone outdated",
+            "it has no agents, so nothing can come from it or be lost with it")
+    | never("unmet", "expired", "it waits for nothing")
+)  # fmt: skip
+
+TABLE = Table(
+    name=NAME,
+    initial="unmet",
+    states=STATES,
+    terminal=frozenset(),
+    rows=ROWS,
+    impossible=IMPOSSIBLE,
+)

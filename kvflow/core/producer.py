@@ -1,0 +1,124 @@
+"""The producer's machine: one record per transfer id in each worker that computes KV.
+
+Rules: a WRITE starts only in the row that enters `transferring`; blocks are reported to vLLM only
+when no handle can read them any more; whoever asks about a registration gets an answer from the
+record's state, also after the end, for as long as the tombstone lives.
+
+The idea: two things must come together, the finished prefill and the consumer's registration. The
+second of the two, whichever it is, takes the record to `transferring`. Everything else is about
+one of them being late, doubled, withdrawn or lost.
+
+Known limit: a transfer id that two prefills or two consumers claim at once is refused for all of
+them; there is no way to tell who is right.
+"""
+
+from dataclasses import dataclass, field
+
+from kvflow.core.events import PrefillFinished
+from kvflow.core.notices import Blocks, Cancel, Register
+from kvflow.core.turn import Record, Turn
+from kvflow.ids import AgentName, RequestId, TransferId
+
+NAME = "producer"
+
+STATES = {
+    "unknown": "nothing is known of this transfer id",
+    "allocated": "vLLM computes the prompt; no consumer has registered",
+    "held": "a consumer has registered; no prefill with this id is known here yet",
+    "registered": "a consumer has registered, and vLLM computes the prompt",
+    "preempted": "vLLM took the blocks away and will compute the prompt again; no registration",
+    "prefilled": "the KV is complete and pinned; no consumer has registered",
+    "transferring": "the KV is being written into the consumer's blocks",
+    "draining": "the write must stop; blocks stay pinned until the last handle has ended",
+    "sent": "every byte was written, and the blocks are vLLM's again",
+    "failed": "over without a complete write; nothing of it can land any more",
+    "forgotten": "the record is deleted",
+}
+LIVE = frozenset("allocated held registered preempted prefilled transferring draining".split())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """A consumer's request to be written to."""
+
+    peer: AgentName
+    attempt: int
+    blocks: Blocks
+    skip: tuple[int, ...]
+    tokens: int
+    lease_s: float
+    since: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredBy:
+    """A `Register` with its sender: what registration rows get as their event."""
+
+    peer: AgentName
+    register: Register
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelledBy:
+    """A `Cancel` with its sender."""
+
+    peer: AgentName
+    cancel: Cancel
+
+
+@dataclass(slots=True, kw_only=True)
+class ProducerRecord(Record):
+    """One transfer on the producing side.
+
+    lease_until  a WRITE slice may be posted only before this time.
+    cancelled  peer -> highest attempt that it has cancelled; a later-arriving registration of
+               such an attempt is stale.
+    """
+
+    transfer_id: TransferId
+    request_id: RequestId | None = None
+    blocks: Blocks = ()
+    tokens: int = 0
+    registration: Registration | None = None
+    lease_until: float = 0.0
+    cancelled: dict[AgentName, int] = field(default_factory=dict)
+    bytes: int = 0
+    runs: int = 0
+
+    @property
+    def attempt(self) -> int:
+        return self.registration.attempt if self.registration else 0
+
+
+P = ProducerRecord
+
+# -- guards --------------------------------------------------------------------------------------
+
+
+def _covers(blocks: Blocks, tokens: int, wanted: Register | Registration) -> bool:
+    """Whether a prefill has every block that a registration asks for, aligned from the start."""
+    return (
+        wanted.tokens <= tokens
+        and len(wanted.blocks) == len(blocks) == len(wanted.skip)
+        and all(
+            skip + len(ids) <= len(source)
+            for source, ids, skip in zip(blocks, wanted.blocks, wanted.skip, strict=True)
+        )
+    )
+
+
+def registration_fits(record: P, event: RegisteredBy, turn: Turn) -> bool:
+    return _covers(record.blocks, record.tokens, event.register)
+
+
+def registration_does_not_fit(record: P, event: RegisteredBy, turn: Turn) -> bool:
+    return not registration_fits(record, event, turn)
+
+
+def prefill_fits(record: P, event: PrefillFinished, turn: Turn) -> bool:
+    assert record.registration is not None
+    return _covers(event.blocks, event.tokens, record.registration)
+
+
+def prefill_does_not_fit(record: P, event: PrefillFinished, turn: Turn) -> bool:
+    return not prefill_fits(record, event, turn)

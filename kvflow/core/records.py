@@ -1,0 +1,191 @@
+"""The records of one worker, and the one place where their tables are fired.
+
+Invariants: a record is in its dict exactly until it is `forgotten`; `population` counts records by
+(machine, state); a peer's `using` holds exactly the live transfers that depend on it.
+"""
+
+from collections import Counter
+from typing import Any
+
+from kvflow.core import consumer, consumer_table, peer, producer, producer_table
+from kvflow.core.consumer import ConsumerRecord
+from kvflow.core.deadlines import Deadlines
+from kvflow.core.effects import Moved
+from kvflow.core.peer import PeerRecord
+from kvflow.core.producer import ProducerRecord
+from kvflow.core.table import Table
+from kvflow.core.turn import Turn
+from kvflow.ids import Address, AgentName, Rank, RequestId, TransferId
+
+
+class Records:
+    """Every record of one worker.
+
+    producers  by transfer id.
+    consumers  by request id.
+    engines    producer engines, by their side channel's address.
+    workers    consumer workers, by agent name.
+    load_of    transfer id -> the request whose load it is (the latest).
+    engine_of  agent name -> the met engine that it belongs to.
+    """
+
+    def __init__(self) -> None:
+        self.producers: dict[TransferId, ProducerRecord] = {}
+        self.consumers: dict[RequestId, ConsumerRecord] = {}
+        self.engines: dict[Address, PeerRecord] = {}
+        self.workers: dict[AgentName, PeerRecord] = {}
+        self.load_of: dict[TransferId, RequestId] = {}
+        self.engine_of: dict[AgentName, PeerRecord] = {}
+        self.population: Counter[tuple[str, str]] = Counter()
+        self.deadlines = Deadlines()
+
+    # -- find or make ----------------------------------------------------------------------------
+
+    def producer(self, transfer_id: TransferId, now: float) -> ProducerRecord:
+        record = self.producers.get(transfer_id)
+        if record is None:
+            record = ProducerRecord(
+                state=producer_table.TABLE.initial, since=now, transfer_id=transfer_id
+            )
+            self.producers[transfer_id] = record
+            self.population[producer.NAME, record.state] += 1
+        return record
+
+    def consumer(
+        self, request_id: RequestId, transfer_id: TransferId, now: float
+    ) -> ConsumerRecord:
+        record = self.consumers.get(request_id)
+        if record is None:
+            record = ConsumerRecord(
+                state=consumer_table.TABLE.initial,
+                since=now,
+                request_id=request_id,
+                transfer_id=transfer_id,
+            )
+            self.consumers[request_id] = record
+            self.population[consumer.NAME, record.state] += 1
+        return record
+
+    def engine(self, address: Address, now: float) -> PeerRecord:
+        record = self.engines.get(address)
+        if record is None:
+            record = PeerRecord(state=peer.TABLE.initial, since=now, address=address)
+            self.engines[address] = record
+            self.population[peer.NAME, record.state] += 1
+        return record
+
+    def worker(self, agent: AgentName, rank: Rank, now: float) -> PeerRecord:
+        record = self.workers.get(agent)
+        if record is None:
+            record = PeerRecord(state=peer.TABLE.initial, since=now, agents={rank: agent})
+            self.workers[agent] = record
+            self.population[peer.NAME, record.state] += 1
+        return record
+
+    def load(self, transfer_id: TransferId) -> ConsumerRecord | None:
+        """The latest load with this transfer id."""
+        request_id = self.load_of.get(transfer_id)
+        return self.consumers.get(request_id) if request_id is not None else None
+
+    def peer(self, key: str) -> PeerRecord:
+        worker = self.workers.get(AgentName(key))
+        if worker is not None:
+            return worker
+        host, _, port = key.rpartition(":")
+        return self.engines[Address(host, int(port))]
+
+    # -- firing ----------------------------------------------------------------------------------
+
+    def _fire(self, table: Table, record: Any, trigger: str, event: Any, turn: Turn) -> None:
+        source = record.state
+        table.fire(record, trigger, event, turn)
+        if record.state == source:
+            return
+        spent = (turn.now - record.since) * 1000
+        record.spent_ms[source] = record.spent_ms.get(source, 0.0) + spent
+        record.since = turn.now
+        self.population[table.name, source] -= 1
+        self.population[table.name, record.state] += 1
+        turn.effects.append(_moved(table, record, trigger, source, turn.now))
+
+    def fire_producer(self, record: ProducerRecord, trigger: str, event: Any, turn: Turn) -> None:
+        before = record.registration
+        self._fire(producer_table.TABLE, record, trigger, event, turn)
+        for registration in (before, record.registration):
+            worker = self.workers.get(registration.peer) if registration else None
+            if worker is not None:
+                worker.using.discard(record.transfer_id)
+                worker.last_used = turn.now
+        now_of = record.registration
+        if now_of is not None and record.state in producer.LIVE and now_of.peer in self.workers:
+            self.workers[now_of.peer].using.add(record.transfer_id)
+        if record.state == "forgotten":
+            self._forget_producer(record)
+
+    def fire_consumer(self, record: ConsumerRecord, trigger: str, event: Any, turn: Turn) -> None:
+        self._fire(consumer_table.TABLE, record, trigger, event, turn)
+        engine = self.engines.get(record.address)
+        if engine is not None:
+            if record.state in consumer.ASKING and record.agents:
+                engine.using.add(record.request_id)
+            else:
+                engine.using.discard(record.request_id)
+        if record.state not in consumer.WAITING_FOR_PEER and engine is not None:
+            engine.waiting.discard(record.request_id)
+        if record.state == "forgotten":
+            self.population[consumer.NAME, "forgotten"] -= 1
+            del self.consumers[record.request_id]
+            if self.load_of.get(record.transfer_id) == record.request_id:
+                del self.load_of[record.transfer_id]
+
+    def fire_peer(self, record: PeerRecord, trigger: str, event: Any, turn: Turn) -> None:
+        for agent in record.agents.values():
+            self.engine_of.pop(agent, None)
+        self._fire(peer.TABLE, record, trigger, event, turn)
+        if record.state == "met":
+            self.engine_of.update(dict.fromkeys(record.agents.values(), record))
+        if record.state == "forgotten":
+            self.population[peer.NAME, "forgotten"] -= 1
+            self.deadlines.cancel((peer.NAME, record.key))
+            if record.address is not None:
+                del self.engines[record.address]
+            else:
+                del self.workers[AgentName(record.key)]
+
+    def _forget_producer(self, record: ProducerRecord) -> None:
+        self.population[producer.NAME, "forgotten"] -= 1
+        self.deadlines.cancel((producer.NAME, record.transfer_id))
+        del self.producers[record.transfer_id]
+        settled = dict(record.cancelled)
+        if record.registration is not None:
+            settled[record.registration.peer] = max(
+                record.registration.attempt, settled.get(record.registration.peer, 0)
+            )
+        for agent, attempt in settled.items():
+            if worker := self.workers.get(agent):
+                worker.floor = max(worker.floor, attempt)
+
+
+def _moved(table: Table, record: Any, trigger: str, source: str, at: float) -> Moved:
+    over = record.state in table.terminal
+    common: dict[str, Any] = {
+        "machine": table.name,
+        "trigger": trigger,
+        "source": source,
+        "dest": record.state,
+        "at": at,
+        "reason": record.reason,
+        "detail": record.detail,
+        "spent_ms": dict(record.spent_ms) if over else None,
+    }
+    if isinstance(record, PeerRecord):
+        return Moved(key=record.key, attempt=0, request_id=None, **common)
+    if isinstance(record, ProducerRecord):
+        known = record.registration
+        common |= {"bytes": record.bytes, "runs": record.runs} if over else {}
+        common["peer"] = known.peer if known else ""
+    else:
+        common["peer"] = str(record.address)
+    return Moved(
+        key=record.transfer_id, attempt=record.attempt, request_id=record.request_id, **common
+    )

@@ -1,0 +1,248 @@
+"""`kvflow demo`: two engines, requests in each dispatch order, and a judgement.
+
+Everything that is started ends with `demo`, whatever happens: the engines live in one `with`, and
+SIGINT and SIGTERM cancel the task around it. Signals are taken at the awaits only, so none can
+fall between the start of an engine and the note that it is ours; a second one changes nothing,
+since what follows the first is bounded.
+
+The exit status is 0 when every request was good, 1 when one was not or an engine failed, and
+128 + the signal's number when one ended the demo early.
+"""
+
+import asyncio
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from kvflow.demo import report
+from kvflow.demo.engines import (
+    EngineFailedError,
+    EnginePair,
+    EngineProgress,
+    EngineSettings,
+    kvflow_connector,
+    wait_ready_async,
+)
+from kvflow.demo.model import tiny_model
+from kvflow.demo.report import Trial, Verdict, judge
+from kvflow.demo.requests import Client, Completion, Dispatch, Endpoints, prompts
+from kvflow.demo.traces import TRACE_SUFFIX, Journey, find_journey, read_journeys
+
+_TRACE_WAIT_S = 3.0
+_TRACE_POLL_S = 0.1
+_KEEP_POLL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """What `kvflow demo` is asked to do."""
+
+    dispatch: tuple[Dispatch, ...] = (Dispatch.CONCURRENT, Dispatch.SEQUENTIAL)
+    as_json: bool = False
+    """The result as JSON on stdout; everything else then goes to stderr."""
+    keep: bool = False
+    """Leave the engines up until Ctrl-C, and print commands to try."""
+    trace: Path | None = None
+    """Where traces and engine logs go; None: a new temporary directory."""
+    requests: int = 8
+    """Prompts per dispatch order."""
+    by_name: bool = False
+    """Load the connector by its registered name, not by its module path."""
+    model_directory: Path | None = None
+    """Where the tiny model is kept; None: the user's cache."""
+
+
+class _SignalledError(Exception):
+    """SIGTERM came while no event loop was there to take it."""
+
+
+def demo(options: DemoOptions) -> int:
+    """Runs the demo, and returns the exit status of the command."""
+    notes = Console(stderr=True, highlight=False)
+    directory = options.trace or Path(tempfile.mkdtemp(prefix="kvflow-demo-"))
+    directory.mkdir(parents=True, exist_ok=True)
+    directory = directory.resolve()
+    notes.print(f"traces and engine logs: {directory}", soft_wrap=True)
+    try:
+        with _sigterm_as_exception():
+            with notes.status("the tiny model"):
+                model = tiny_model(options.model_directory)
+            return asyncio.run(_until_signalled(_demo(options, directory, model, notes)))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except _SignalledError:
+        return 128 + signal.SIGTERM
+    except EngineFailedError as error:
+        if options.as_json:
+            print(report.failure_json(str(error), directory))
+        notes.print(str(error), style="red", markup=False, soft_wrap=True)
+        return 1
+
+
+async def _demo(options: DemoOptions, directory: Path, model: Path, notes: Console) -> int:
+    out = notes if options.as_json else Console(highlight=False)
+    with _pair(options, directory, model) as pair:
+        with _loading(notes) as progress:
+            await wait_ready_async(pair.engines, progress=progress)
+        endpoints = Endpoints.of(pair.producer, pair.consumer)
+        with notes.status("sending requests"):
+            trials = await _trials(options, endpoints)
+            verdicts = await judged(trials, directory)
+        for engine in pair.engines:
+            if not engine.is_running():
+                notes.print(engine.failure("died"), style="red", markup=False, soft_wrap=True)
+        report.print_table(out, verdicts)
+        report.print_problems(out, verdicts)
+        if options.as_json:
+            print(report.as_json(verdicts, directory), flush=True)
+        if options.keep:
+            out.print(report.verdict_line(verdicts))
+            out.print(report.curl_commands(endpoints), markup=False, soft_wrap=True)
+            await _keep(pair, out)
+    out.print(report.verdict_line(verdicts))
+    return 0 if report.is_success(verdicts) else 1
+
+
+def _pair(options: DemoOptions, directory: Path, model: Path) -> EnginePair:
+    producer, consumer = (
+        EngineSettings(
+            name=name,
+            model=model,
+            log_path=directory / f"{name}.log",
+            kv_transfer_config=kvflow_connector(f"kv_{name}", by_name=options.by_name),
+            extra_env={"KVFLOW_TRACE": str(directory / f"{name}-%p{TRACE_SUFFIX}")},
+        )
+        for name in ("producer", "consumer")
+    )
+    return EnginePair(producer=producer, consumer=consumer)
+
+
+async def _trials(options: DemoOptions, endpoints: Endpoints) -> list[Trial]:
+    """Sends everything, one request at a time, so that no time contains another's wait."""
+    asked = prompts(options.requests)
+    trials: list[Trial] = []
+    async with Client(endpoints) as client:
+        references: list[Completion] = [await client.monolithic(prompt) for prompt in asked]
+        for dispatch in options.dispatch:
+            for prompt, reference in zip(asked, references, strict=True):
+                trials.append(
+                    Trial(
+                        number=len(trials) + 1,
+                        dispatch=dispatch,
+                        prompt_tokens=len(prompt),
+                        monolithic=reference,
+                        exchange=await client.disaggregated(prompt, dispatch=dispatch),
+                    )
+                )
+    return trials
+
+
+async def judged(trials: Sequence[Trial], directory: Path) -> list[Verdict]:
+    """Judges the trials; waits a little for lines that the engines still have to write."""
+    deadline = time.monotonic() + _TRACE_WAIT_S
+    while True:
+        journeys = read_journeys(directory)
+        found = [
+            find_journey(
+                journeys,
+                transfer_id=trial.exchange.naming.transfer_id,
+                request_id=trial.exchange.naming.request_id,
+            )
+            for trial in trials
+            if trial.exchange.error is None
+        ]
+        if all(map(_is_told, found)) or time.monotonic() > deadline:
+            return [judge(trial, journeys) for trial in trials]
+        await asyncio.sleep(_TRACE_POLL_S)
+
+
+def _is_told(journey: Journey | None) -> bool:
+    """Whether both traces have come to their good end."""
+    return (
+        journey is not None
+        and journey.reached("consumer", "received")
+        and journey.reached("producer", "sent")
+    )
+
+
+async def _keep(pair: EnginePair, out: Console) -> None:
+    """Waits for a signal; it ends the wait, not the demo's judgement."""
+    out.print("the engines stay up until Ctrl-C")
+    try:
+        # The end of a process is no event of this loop.
+        while all(engine.is_running() for engine in pair.engines):  # noqa: ASYNC110
+            await asyncio.sleep(_KEEP_POLL_S)
+        out.print("an engine has ended; see its log", style="red")
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None:
+            task.uncancel()
+
+
+class _Loading:
+    """Shows how far the engines are: one live line on a terminal, one line per stage elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._stages: dict[str, str] = {}
+        self.status = console.status("starting two engines")
+
+    def __call__(self, progress: EngineProgress) -> None:
+        is_new = self._stages.get(progress.name) != progress.stage
+        self._stages[progress.name] = progress.stage
+        if self._console.is_terminal:
+            stages = "; ".join(f"{name}: {stage}" for name, stage in self._stages.items())
+            self.status.update(f"{progress.waited_s:3.0f} s  {stages}")
+        elif is_new:
+            self._console.print(f"{progress.waited_s:3.0f} s  {progress.name}: {progress.stage}")
+
+
+@contextmanager
+def _loading(console: Console) -> Iterator[_Loading]:
+    loading = _Loading(console)
+    with loading.status:
+        yield loading
+
+
+@contextmanager
+def _sigterm_as_exception() -> Iterator[None]:
+    """For the moments without an event loop, in which nothing has been started yet."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        raise _SignalledError
+
+    before = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+async def _until_signalled(work: Coroutine[None, None, int]) -> int:
+    """Awaits `work`; the first SIGINT or SIGTERM cancels it, and it cleans up after itself."""
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(work)
+    received: list[int] = []
+
+    def on_signal(number: int) -> None:
+        if not received:
+            received.append(number)
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        print("interrupted; both engines are stopped", file=sys.stderr)
+        return 128 + received[0]

@@ -1,0 +1,42 @@
+"""One pair of real engines for all end-to-end tests: starting a pair costs 30 to 75 s."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvflow.demo.engines import EnginePair, EngineSettings, kvflow_connector, wait_ready
+from kvflow.demo.model import tiny_model
+from kvflow.demo.requests import Endpoints
+from kvflow.demo.traces import TRACE_SUFFIX
+
+
+@pytest.fixture(scope="session")
+def trace_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the shared engines write their logs and traces."""
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="session")
+def engine_pair(trace_directory: Path) -> Iterator[EnginePair]:
+    """A producer and a consumer with kvflow, loaded by module path, with traces on."""
+    model = tiny_model()
+    producer, consumer = (
+        EngineSettings(
+            name=name,
+            model=model,
+            log_path=trace_directory / f"{name}.log",
+            kv_transfer_config=kvflow_connector(f"kv_{name}"),
+            extra_env={"KVFLOW_TRACE": str(trace_directory / f"{name}-%p{TRACE_SUFFIX}")},
+        )
+        for name in ("producer", "consumer")
+    )
+    with EnginePair(producer=producer, consumer=consumer) as pair:
+        wait_ready(pair.engines)
+        yield pair
+
+
+@pytest.fixture(scope="session")
+def endpoints(engine_pair: EnginePair) -> Endpoints:
+    """Where the shared engines are reached."""
+    return Endpoints.of(engine_pair.producer, engine_pair.consumer)
