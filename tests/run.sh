@@ -19,11 +19,16 @@ nixl_version=1.5.1
 
 say() { printf '== %s\n' "$*"; }
 
-# What the environment depends on. A stamp with this text is written last, so an interrupted
-# set-up leaves none and is redone.
+# What the environment depends on: what pyproject.toml says of the package (not of its linters),
+# this script, the interpreter. A stamp with this text is written last, so an interrupted set-up
+# leaves none and is redone.
 wanted() {
-    cat pyproject.toml tests/run.sh | sha256sum | cut -d' ' -f1
-    "$python" -c 'import sys; print(sys.version)'
+    "$python" - <<'END' | cat - tests/run.sh | sha256sum
+import json, sys, tomllib
+with open("pyproject.toml", "rb") as file:
+    tables = tomllib.load(file)
+print(sys.version, json.dumps([tables["build-system"], tables["project"]], sort_keys=True))
+END
 }
 
 # Runs a command with its output in the log; shows the log's end if it fails.
@@ -38,13 +43,13 @@ quietly() {
 pip() { quietly "$venv/bin/python" -m pip "$@" -q --disable-pip-version-check; }
 
 set_up() {
-    if [[ -f $stamp && "$(cat "$stamp")" == "$(wanted)" ]]; then
-        return
-    fi
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
         say "Python 3.11 or newer is needed" >&2
         return 1
     }
+    if [[ -f $stamp && "$(cat "$stamp")" == "$(wanted)" ]]; then
+        return
+    fi
     say "making $venv (a few minutes, about 4 GB)"
     rm -rf "$venv"
     "$python" -m venv "$venv"

@@ -18,6 +18,7 @@ LINE_CHARS_MAX = 100
 
 # Where a broad `except` turns whatever was raised into an event.
 BROAD_EXCEPT_ALLOWED = {"kvflow/io/driver.py", "kvflow/io/thread.py"}
+EVERYTHING = {"Exception", "BaseException"}
 NAMES_AVOIDED = ("utils", "helpers", "manager")
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 # Packages that only some files may import at all.
@@ -146,16 +147,14 @@ def broad_excepts(source: str) -> list[int]:
     """Lines that catch everything: `except Exception`, a bare one, or `suppress(Exception)`."""
     lines: list[int] = []
     for node in ast.walk(ast.parse(source)):
-        caught: list[ast.AST | None] = []
         if isinstance(node, ast.ExceptHandler):
-            caught = [*node.type.elts] if isinstance(node.type, ast.Tuple) else [node.type]
+            caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
-            caught = [*node.args]
-        lines += [
-            node.lineno
-            for each in caught
-            if each is None or ast.unparse(each) in {"Exception", "BaseException"}
-        ]
+            caught = node.args
+        else:
+            continue
+        if any(each is None or ast.unparse(each) in EVERYTHING for each in caught):
+            lines.append(node.lineno)
     return lines
 
 

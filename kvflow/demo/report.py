@@ -7,9 +7,10 @@ itself would look right.
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from rich import box
 from rich.console import Console
@@ -20,8 +21,14 @@ from kvflow.demo.engines import Json
 from kvflow.demo.requests import Completion, Dispatch, Endpoints, Exchange
 from kvflow.demo.traces import Journey, Machine, find_journey
 
-_STATE_ORDER = ("allocated", "registering", "registered", "prefilled", "transferring")
-_TABLE_COLUMNS_MIN = 132
+Column: TypeAlias = tuple[Machine, str]
+"""A machine and one of its states."""
+
+_STATE_ORDER = (
+    *("held", "allocated", "registering", "registered", "prefilled", "transferring"),
+    *("preempted", "draining", "fencing"),
+)
+_TABLE_WIDTH = 160
 _CURL_PROMPT = "A request that goes through two engines has two legs, and its KV cache a journey."
 
 
@@ -72,22 +79,19 @@ def is_success(verdicts: Sequence[Verdict]) -> bool:
 
 
 def print_table(console: Console, verdicts: Sequence[Verdict]) -> None:
-    """One row per request; milliseconds in each state come from the traces."""
-    columns = _state_columns(verdicts)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for heading in ("#", "dispatch"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("prompt\ntokens", "KV\nbytes"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for machine, state in columns:
-        table.add_column(f"{machine}\n{state}\nms", justify="right", no_wrap=True)
-    table.add_column("first\ntoken\nms", justify="right", no_wrap=True)
-    table.add_column("monolithic\nfirst token\nms", justify="right", no_wrap=True)
-    table.add_column("tokens", no_wrap=True)
-    for verdict in verdicts:
-        table.add_row(*_cells(verdict, columns))
+    """One row per request; milliseconds in each state come from the traces.
+
+    A column per state; a terminal too narrow for that gets a column per machine.
+    """
     if not console.is_terminal:
-        console.width = max(console.width, _TABLE_COLUMNS_MIN + 20)
+        console.width = max(console.width, _TABLE_WIDTH)  # a file does not wrap
+    columns = _state_columns(verdicts)
+    table = _table(verdicts, [(column,) for column in columns])
+    unbounded = console.options.update(max_width=10 * _TABLE_WIDTH)
+    if console.measure(table, options=unbounded).maximum > console.width:
+        machines = dict.fromkeys(machine for machine, _ in columns)
+        by_machine = [tuple(c for c in columns if c[0] == machine) for machine in machines]
+        table = _table(verdicts, by_machine)
     console.print(table)
 
 
@@ -183,7 +187,7 @@ def _journey_problem(journey: Journey | None) -> str | None:
     return f"its KV was not received by push: {why}"
 
 
-def _state_columns(verdicts: Sequence[Verdict]) -> list[tuple[Machine, str]]:
+def _state_columns(verdicts: Sequence[Verdict]) -> list[Column]:
     seen = {
         (time.machine, time.state)
         for verdict in verdicts
@@ -194,7 +198,26 @@ def _state_columns(verdicts: Sequence[Verdict]) -> list[tuple[Machine, str]]:
     return sorted(seen, key=lambda c: (c[0] != "producer", order.get(c[1], len(order)), c[1]))
 
 
-def _cells(verdict: Verdict, columns: Sequence[tuple[Machine, str]]) -> list[Text | str]:
+def _table(verdicts: Sequence[Verdict], groups: Sequence[Sequence[Column]]) -> Table:
+    """A group of states shares one column; alone in its group, a state is named in the heading."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("#", no_wrap=True)
+    table.add_column("dispatch", no_wrap=True)
+    table.add_column("prompt\ntokens", justify="right", no_wrap=True)
+    table.add_column("KV\nbytes", justify="right", no_wrap=True)
+    for group in groups:
+        machine, state = group[0]
+        heading = f"{machine}\n{state}\nms" if len(group) == 1 else f"{machine}\nms"
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("first\ntoken\nms", justify="right", no_wrap=True)
+    table.add_column("mono-\nlithic\nms", justify="right", no_wrap=True)
+    table.add_column("tokens", no_wrap=True)
+    for verdict in verdicts:
+        table.add_row(*_cells(verdict, groups))
+    return table
+
+
+def _cells(verdict: Verdict, groups: Sequence[Sequence[Column]]) -> list[Text | str]:
     trial, journey = verdict.trial, verdict.journey
     spent = {(t.machine, t.state): t.spent_ms for t in journey.state_times()} if journey else {}
     kv_bytes = journey.kv_bytes() if journey else None
@@ -203,11 +226,17 @@ def _cells(verdict: Verdict, columns: Sequence[tuple[Machine, str]]) -> list[Tex
         trial.dispatch.value,
         f"{trial.prompt_tokens:,}",
         "-" if kv_bytes is None else f"{kv_bytes:,}",
-        *(f"{spent[column]:.1f}" if column in spent else "-" for column in columns),
+        *(_spent(spent, group) for group in groups),
         _milliseconds(trial.exchange.decode.first_token_s),
         _milliseconds(trial.monolithic.first_token_s),
         Text("identical", style="green") if verdict.is_identical else Text("wrong", style="red"),
     ]
+
+
+def _spent(spent: Mapping[Column, float], group: Sequence[Column]) -> str:
+    if len(group) == 1:
+        return f"{spent[group[0]]:.1f}" if group[0] in spent else "-"
+    return "\n".join(f"{c[1]} {spent[c]:.1f}" for c in group if c in spent) or "-"
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -15,6 +15,7 @@ Machine: TypeAlias = Literal["producer", "consumer"]
 
 TRACE_SUFFIX = ".ndjson"
 _VERSION = 1
+_OVER = frozenset({"received", "sent", "failed", "released", "forgotten"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ class Journey:
             f"{t.machine} {t.rank}: {t.source} -> {t.dest} on {t.trigger}"
             + (f" ({t.reason})" if t.reason else "")
             for t in self.transitions
-            if t.dest == "failed"
+            if t.dest == "failed" and t.source != "failed"
         ]
 
     def kv_bytes(self) -> int | None:
@@ -79,13 +80,15 @@ class Journey:
         return None
 
     def state_times(self) -> list[StateTime]:
-        """The time spent in every state that was left again, over all attempts."""
+        """The time spent in every state on the way to an end, over all attempts."""
         spent: dict[tuple[Machine, str, str], float] = {}
         by_rank: dict[tuple[Machine, str], list[Transition]] = {}
         for t in self.transitions:
             by_rank.setdefault((t.machine, t.rank), []).append(t)
         for (machine, rank), steps in by_rank.items():
             for entered, left in pairwise(steps):
+                if entered.dest in _OVER:
+                    continue  # how long an ended transfer is remembered says nothing
                 key = (machine, entered.dest, rank)
                 spent[key] = spent.get(key, 0.0) + (left.at - entered.at) * 1000
         slowest: dict[tuple[Machine, str], float] = {}

@@ -337,9 +337,8 @@ def test_a_peer_is_removed_and_added_again_at_a_new_incarnation(
 ) -> None:
     old = start_peer()
     meet(port, old)
-    assert finish(port, port.post(old.name, run_of(memory.ctypes.data, old.base, 64))) is (
-        PostState.DONE
-    )
+    runs = run_of(memory.ctypes.data, old.base, 64)
+    assert finish(port, port.post(old.name, runs)) is PostState.DONE
     new = start_peer(old.name if same_name else None)
     if same_name:
         with pytest.raises(TransportError):
@@ -348,12 +347,11 @@ def test_a_peer_is_removed_and_added_again_at_a_new_incarnation(
     port.remove_peer(old.name)
     port.remove_peer(old.name)
     with pytest.raises(TransportError, match="not a known peer"):
-        port.post(old.name, run_of(memory.ctypes.data, old.base, 64))
+        port.post(old.name, runs)
 
     meet(port, new)
-    assert finish(port, port.post(new.name, run_of(memory.ctypes.data, new.base, 64))) is (
-        PostState.DONE
-    )
+    runs = run_of(memory.ctypes.data, new.base, 64)
+    assert finish(port, port.post(new.name, runs)) is PostState.DONE
     assert np.array_equal(new.read()[:64], memory[:64])
     port.send(new.name, b"echo:hello")
     assert receive_some(port, 1) == [(new.name, b"hello")]
@@ -374,7 +372,7 @@ def test_memory_registered_later_is_reached_through_new_metadata(memory: np.ndar
     handle = one.post(two.name, runs)
     deadline = time.monotonic() + WAIT_S
     while one.poll(handle) is PostState.PENDING and time.monotonic() < deadline:
-        two.receive()
+        two.receive()  # nothing moves on its own
     assert one.poll(handle) is PostState.DONE
     one.release(handle)
     assert np.array_equal(other, memory[:8192])

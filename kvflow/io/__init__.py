@@ -1,0 +1,1 @@
+"""Input and output: the loop thread, the driver, the port, the side channel."""

@@ -1,0 +1,324 @@
+"""The driver: gives an `Engine` its events and does what its effects say.
+
+Rules: called from the loop thread only; decides nothing that a table could decide; asks
+`Engine.may_write` before every slice; answers `Meet` and `PostWrite` exactly once.
+
+The idea: one turn is `take` (commands of vLLM) or `look` (news of the port, writes, deadlines).
+Notices that a turn produces are collected per peer and leave in one frame each.
+
+Known limit: an unexpected exception inside a turn loses that turn's effects. It is logged with its
+event, a load or a prefill that vLLM waits for is reported as ended, and the others go on.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from kvflow.core import Engine, Reason
+from kvflow.core import events as ev
+from kvflow.core.effects import (
+    DropPeer,
+    Effect,
+    Ignored,
+    Meet,
+    Moved,
+    PostWrite,
+    ReportReceived,
+    ReportSent,
+    SendNotice,
+    StopWrite,
+)
+from kvflow.core.notices import Blocks, Notice
+from kvflow.errors import (
+    IncompatiblePeersError,
+    KVFlowError,
+    RemoteProtocolError,
+    TransportError,
+)
+from kvflow.ids import Address, AgentName, Incarnation, Rank, RequestId
+from kvflow.io.coordinates import Identity, rank_of
+from kvflow.io.port import Port
+from kvflow.io.writes import Write
+from kvflow.layout import Int64s, Region, plan, slices
+from kvflow.settings import Settings
+from kvflow.wire import codec
+from kvflow.wire import messages as m
+
+
+class Observer(Protocol):
+    """What happens, for logs, traces and metrics."""
+
+    def moved(self, moved: Moved) -> None:
+        """A record took a row."""
+
+    def ignored(self, kind: str, key: str) -> None:
+        """Something was ignored, by kind."""
+
+    def refused(self, kind: str, detail: str) -> None:
+        """A peer, or a message of one, was refused."""
+
+    def failed(self, what: str, error: BaseException) -> None:
+        """A bug of ours."""
+
+
+class Results(Protocol):
+    """Where reports for vLLM go."""
+
+    def sent(self, request_id: RequestId) -> None:
+        """The prefill's blocks may be freed."""
+
+    def received(self, request_id: RequestId, reason: Reason | None) -> None:
+        """The load has ended, with its KV if `reason` is None."""
+
+
+class Driver:
+    """One worker's engine at work.
+
+    Invariant: `_remotes` has exactly the agents that the port can reach.
+    """
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        port: Port,
+        settings: Settings,
+        clock: Callable[[], float],
+        start_meeting: Callable[[Address], None],
+        results: Results,
+        observer: Observer,
+    ) -> None:
+        self.engine = Engine(settings.timings)
+        self.identity = identity
+        self._port = port
+        self._settings = settings
+        self._clock = clock
+        self._start_meeting = start_meeting
+        self._results = results
+        self._observer = observer
+        self._hello = identity.hello(port.name, port.metadata())
+        self._remotes: dict[AgentName, tuple[Region, ...]] = {}
+        self._acquainted: set[AgentName] = set()
+        self._outgoing: dict[AgentName, list[Notice]] = {}
+        self._writes: list[Write] = []
+
+    @property
+    def hello(self) -> m.Hello:
+        """This worker's coordinates."""
+        return self._hello
+
+    @property
+    def can_post(self) -> bool:
+        """Whether a write has a slice that could be posted now."""
+        in_flight_max = self._settings.posts_in_flight_max
+        return any(write.can_post(in_flight_max) for write in self._writes)
+
+    # -- turns -------------------------------------------------------------------------------------
+
+    def take(self, event: ev.Event) -> None:
+        """One event, from vLLM's thread or from a meeting."""
+        self._turn(event)
+        self._flush()
+
+    def look(self) -> None:
+        """Whatever is new: notices, ended handles, deadlines; and one slice of every write."""
+        for sender, payload in self._receive():
+            self._arrived(sender, payload)
+        self._advance_writes()
+        now = self._clock()
+        due = self.engine.next_deadline()
+        if due is not None and due <= now:
+            self._guarded("deadlines", None, lambda: self.engine.expire(now))
+        self._flush()
+
+    def met(self, address: Address, reply: m.MeetReply) -> None:
+        """A producer engine's side channel answered."""
+        self.take(self._meeting(address, reply))
+
+    def not_met(self, address: Address, error: KVFlowError) -> None:
+        """A meeting failed."""
+        final = isinstance(error, IncompatiblePeersError)
+        self.take(ev.MeetingFailed(address=address, final=final, detail=str(error)))
+
+    def drop_everybody(self, why: str) -> None:
+        """Make every peer unreachable; their transfers end."""
+        for agent in list(self._remotes):
+            self.take(ev.NoticeFailed(agent=agent, detail=why))
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def _turn(self, event: ev.Event) -> None:
+        self._guarded("event", event, lambda: self.engine.receive(event, self._clock()))
+
+    def _guarded(
+        self, what: str, event: ev.Event | None, step: Callable[[], list[Effect]]
+    ) -> None:
+        """Here, and only here, a bug becomes a report instead of a dead thread."""
+        try:
+            for effect in step():
+                self._perform(effect)
+        except Exception as error:
+            self._observer.failed(f"{what} {event}", error)
+            if isinstance(event, ev.BlocksAllocated | ev.LoadRefused):
+                self._results.received(event.request_id, Reason.ABORTED)
+            if isinstance(event, ev.PrefillFinished):
+                self._results.sent(event.request_id)
+
+    def _receive(self) -> list[tuple[AgentName, bytes]]:
+        try:
+            return self._port.receive()
+        except TransportError as error:
+            self._observer.failed("receive", error)
+            return []
+
+    def _arrived(self, sender: AgentName, payload: bytes) -> None:
+        try:
+            notices, hello = codec.decode_frame(payload)
+            if hello is not None:
+                self._introduce(sender, hello)
+        except (RemoteProtocolError, TransportError) as error:
+            self._observer.refused("frame", f"from {sender}: {error}")
+            return
+        self._acquainted.add(sender)
+        for notice in notices:
+            self._turn(ev.NoticeReceived(sender=sender, notice=notice))
+
+    def _introduce(self, sender: AgentName, hello: m.Hello) -> None:
+        """A peer's coordinates: make it reachable, then tell the engine."""
+        if hello.agent != sender:
+            raise RemoteProtocolError(f"introduces itself as {hello.agent}")
+        refusal = None
+        if sender not in self._remotes:
+            try:
+                regions = self.identity.check(hello)
+            except IncompatiblePeersError as error:
+                refusal, regions = str(error), ()
+                self._observer.refused("peer", f"{sender}: {error}")
+            self._port.add_peer(hello.metadata)
+            self._remotes[sender] = regions
+        elif sender in self.engine.records.workers:
+            return
+        introduced = ev.PeerIntroduced(
+            agent=sender,
+            incarnation=Incarnation(hello.incarnation),
+            rank=rank_of(hello),
+            refusal=refusal,
+        )
+        self._turn(introduced)
+
+    def _meeting(
+        self, address: Address, reply: m.MeetReply
+    ) -> ev.MeetingSucceeded | ev.MeetingFailed:
+        """Of the engine's ranks, the ones that owe this worker a part: in this version its twin."""
+        agents: dict[Rank, AgentName] = {}
+        try:
+            for hello in reply.ranks:
+                if rank_of(hello) == self.identity.rank:
+                    agents[rank_of(hello)] = self._reach(hello)
+            if not agents:
+                ranks = ", ".join(str(rank_of(hello)) for hello in reply.ranks)
+                raise IncompatiblePeersError("rank", str(self.identity.rank), ranks)
+        except KVFlowError as error:
+            self._observer.refused("peer", f"{address}: {error}")
+            final = isinstance(error, IncompatiblePeersError)
+            return ev.MeetingFailed(address=address, final=final, detail=str(error))
+        return ev.MeetingSucceeded(
+            address=address,
+            engine_id=reply.engine_id,
+            incarnation=Incarnation(reply.incarnation),
+            agents=agents,
+        )
+
+    def _reach(self, hello: m.Hello) -> AgentName:
+        regions = self.identity.check(hello)
+        agent = AgentName(hello.agent)
+        if agent not in self._remotes:
+            name = self._port.add_peer(hello.metadata)
+            if name != agent:
+                self._port.remove_peer(name)
+                raise RemoteProtocolError(f"{agent} is called {name} in its own metadata")
+            self._remotes[agent] = regions
+        return agent
+
+    # -- effects -----------------------------------------------------------------------------------
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Moved():
+                self._observer.moved(effect)
+            case SendNotice():
+                self._outgoing.setdefault(effect.agent, []).append(effect.notice)
+            case PostWrite():
+                self._post(effect)
+            case StopWrite():
+                for write in self._writes:
+                    if write.order.transfer_id == effect.transfer_id:
+                        write.stopped = True
+            case ReportSent():
+                self._results.sent(effect.request_id)
+            case ReportReceived():
+                self._results.received(effect.request_id, effect.reason)
+            case Meet():
+                self._start_meeting(effect.address)
+            case DropPeer():
+                self._drop(effect.agent)
+            case Ignored():
+                self._observer.ignored(effect.kind, effect.key)
+
+    def _drop(self, agent: AgentName) -> None:
+        self._outgoing.pop(agent, None)
+        self._acquainted.discard(agent)
+        if self._remotes.pop(agent, None) is None:
+            return
+        for write in self._writes:
+            if write.agent == agent:
+                write.failure = write.failure or "the peer was torn down"
+        self._port.remove_peer(agent)
+
+    def _post(self, order: PostWrite) -> None:
+        """Plan a write; its first slice leaves with the next `_advance_writes`."""
+        write = Write(order=order, rest=iter(()))
+        try:
+            blocks = list(zip(_ids(order.source), _ids(order.destination), strict=True))
+            planned = plan(self.identity.regions, self._remotes[order.agent], blocks)
+        except (ValueError, KeyError) as error:
+            write.failure = f"no plan: {error}"
+        else:
+            settings = self._settings
+            write.rest = (
+                piece
+                for runs in planned
+                for piece in slices(runs, settings.post_bytes_max, settings.post_runs_max)
+            )
+        self._writes.append(write)
+
+    def _advance_writes(self) -> None:
+        for write in list(self._writes):
+            order = write.order
+            answer = write.advance(
+                self._port,
+                lambda order=order: self.engine.may_write(  # type: ignore[misc]
+                    order.transfer_id, order.attempt, self._clock()
+                ),
+                self._settings.posts_in_flight_max,
+            )
+            if answer is not None:
+                self._writes.remove(write)
+                self._turn(answer)
+
+    def _flush(self) -> None:
+        """Send what the turn has collected; a peer that cannot be sent to is lost."""
+        while self._outgoing:
+            agent, notices = self._outgoing.popitem()
+            hello = None if agent in self._acquainted else self._hello
+            try:
+                if agent not in self._remotes:
+                    raise TransportError(f"{agent} is not known (any more)")
+                self._port.send(agent, codec.encode_frame(notices, hello))
+            except TransportError as error:
+                self._turn(ev.NoticeFailed(agent=agent, detail=str(error)))
+
+
+def _ids(blocks: Blocks) -> list[Int64s]:
+    return [np.asarray(ids, dtype=np.int64) for ids in blocks]

@@ -1,0 +1,120 @@
+"""The side channel: where a consumer asks a producer engine who its workers are.
+
+One TCP connection carries one request and one reply, each a length (4 bytes, big endian) and a
+message of `kvflow.wire`. The server answers from what it was given and knows nothing of transfers;
+whatever arrives, it goes on serving.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from kvflow.errors import RemoteProtocolError, TransportError
+from kvflow.ids import Address
+from kvflow.wire import codec
+from kvflow.wire import messages as m
+
+_LENGTH_BYTES = 4
+_REQUEST_BYTES_MAX = 4096
+_REQUEST_TIMEOUT_S = 5.0
+
+
+async def meet(address: Address, engine_id: str, timeout_s: float) -> m.MeetReply:
+    """Ask the side channel at `address` who it is; `engine_id` is ours.
+
+    Raises `TransportError` when it cannot be reached or does not answer in `timeout_s`, and
+    `RemoteProtocolError` when what answers is not a side channel of our version.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _ask(address, engine_id)
+    except TimeoutError as error:
+        raise TransportError(f"{address} did not answer in {timeout_s} s") from error
+    except (OSError, asyncio.IncompleteReadError) as error:
+        raise TransportError(f"{address}: {error}") from error
+
+
+async def _ask(address: Address, engine_id: str) -> m.MeetReply:
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    try:
+        _send(writer, codec.encode(m.MeetRequest(engine_id=engine_id)))
+        await writer.drain()
+        return codec.decode_reply(await _receive(reader, m.FRAME_BYTES_MAX))
+    finally:
+        writer.close()
+
+
+class SideChannelServer:
+    """Serves one engine's `MeetReply` until closed.
+
+    reply            called per request, so that a worker may be replaced while serving.
+    refused          told what was refused, for logs and counters.
+    connections_max  connections served at once; one more is closed unanswered.
+    """
+
+    def __init__(
+        self,
+        *,
+        reply: Callable[[], m.MeetReply],
+        refused: Callable[[str, str], None],
+        connections_max: int,
+    ) -> None:
+        self._reply = reply
+        self._refused = refused
+        self._connections_max = connections_max
+        self._connections = 0
+        self._server: asyncio.Server | None = None
+
+    async def start(self, address: Address) -> Address:
+        """Listen; returns the address, with the port that the system chose if it was 0.
+
+        Raises `TransportError` if the address cannot be bound.
+        """
+        try:
+            self._server = await asyncio.start_server(self._serve, address.host, address.port)
+        except OSError as error:
+            raise TransportError(f"side channel cannot listen on {address}: {error}") from error
+        return Address(address.host, self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """Stop listening. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections += 1
+        try:
+            if self._connections > self._connections_max:
+                self._refused("connection", f"more than {self._connections_max} at once")
+                return
+            async with asyncio.timeout(_REQUEST_TIMEOUT_S):
+                await self._answer(reader, writer)
+        except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
+            self._refused("connection", f"{type(error).__name__}: {error}")
+        finally:
+            self._connections -= 1
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            codec.decode_request(await _receive(reader, _REQUEST_BYTES_MAX))
+        except RemoteProtocolError as error:
+            self._refused("request", str(error))
+            _send(writer, codec.encode(m.Refusal(detail=str(error)[:1000])))
+        else:
+            _send(writer, codec.encode(self._reply()))
+        await writer.drain()
+
+
+def _send(writer: asyncio.StreamWriter, payload: bytes) -> None:
+    writer.write(len(payload).to_bytes(_LENGTH_BYTES, "big") + payload)
+
+
+async def _receive(reader: asyncio.StreamReader, bytes_max: int) -> bytes:
+    length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
+    if length > bytes_max:
+        raise RemoteProtocolError(f"{length} bytes announced, over the limit of {bytes_max}")
+    return await reader.readexactly(length)

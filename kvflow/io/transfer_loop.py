@@ -1,0 +1,187 @@
+"""One worker's transfers on a thread of their own: the only place where an agent is touched.
+
+Rules: vLLM's thread calls `submit`, `outbox.take` and `outbox.wait`, and never waits for the
+network; everything below the port happens in the loop thread.
+
+The idea: one timer calls `Driver.look`, and the engine says how often (`Urgency`). While slices of
+a write can be posted, the loop looks again at once, between its other work.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from kvflow.core import Urgency
+from kvflow.core import events as ev
+from kvflow.errors import KVFlowError, TransportError
+from kvflow.ids import Address
+from kvflow.io.coordinates import Identity
+from kvflow.io.driver import Driver, Observer
+from kvflow.io.port import Port
+from kvflow.io.side_channel import meet
+from kvflow.io.thread import LoopThread, Outbox
+from kvflow.io.timer import PollTimer
+from kvflow.settings import Settings
+from kvflow.wire import messages as m
+
+_START_TIMEOUT_S = 120.0
+
+
+class TransferLoop:
+    """Starts with `open`, ends with `close`; between them `submit`.
+
+    make_port  called in the loop thread, so that the agent is born where it lives.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        make_port: Callable[[Identity], Port],
+        observer: Observer,
+        name: str = "kvflow",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.outbox = Outbox()
+        self._settings = settings
+        self._make_port = make_port
+        self._observer = observer
+        self._clock = clock
+        self._thread = LoopThread(name)
+        self._inbox: deque[ev.Event] = deque()
+        self._port: Port | None = None
+        self._driver: Driver | None = None
+        self._timer: PollTimer | None = None
+        self._soon: asyncio.Handle | None = None
+        self._meetings: set[asyncio.Task[None]] = set()
+        self._intervals_s = {
+            Urgency.QUICK: settings.poll_quick_us / 1e6,
+            Urgency.EXPECTANT: settings.poll_expectant_us / 1e6,
+            Urgency.IDLE: settings.poll_idle_us / 1e6,
+        }
+
+    # -- vLLM's thread -----------------------------------------------------------------------------
+
+    @property
+    def native_id(self) -> int | None:
+        """The loop thread's id for the system."""
+        return self._thread.native_id
+
+    def open(self, identity: Identity) -> m.Hello:
+        """Register memory, start looking for news; returns this worker's coordinates.
+
+        Also used to start again after `suspend`. Raises `TransportError`.
+        """
+        return self._thread.run(self._open(identity), _START_TIMEOUT_S)
+
+    def submit(self, events: Iterable[ev.Event]) -> None:
+        """Hand events over, in order. Returns at once."""
+        self._inbox.extend(events)
+        if self._inbox:
+            self._thread.call(self._take_inbox)
+
+    def suspend(self) -> None:
+        """End what is live, tell the peers, deregister memory; `open` starts again. Idempotent."""
+        drain_s = self._settings.timings.drain_s
+        self._thread.run(self._shut(drain_s), drain_s + _START_TIMEOUT_S)
+
+    def close(self) -> None:
+        """`suspend`, then end the thread. Idempotent, bounded by `drain_s` and a little."""
+        if not self._thread.is_alive:
+            return
+        try:
+            self.suspend()
+        except KVFlowError as error:
+            self._observer.failed("close", error)
+        if not self._thread.stop():
+            self._observer.failed("close", TransportError("the loop thread does not end"))
+
+    # -- loop thread -------------------------------------------------------------------------------
+
+    async def _open(self, identity: Identity) -> m.Hello:
+        if self._driver is not None:
+            raise TransportError("the transfer loop is open already")
+        port = self._make_port(identity)
+        try:
+            port.register(identity.regions)
+            driver = Driver(
+                identity=identity,
+                port=port,
+                settings=self._settings,
+                clock=self._clock,
+                start_meeting=self._start_meeting,
+                results=self.outbox,
+                observer=self._observer,
+            )
+        except BaseException:
+            port.close()
+            raise
+        self._port, self._driver = port, driver
+        self._timer = PollTimer(asyncio.get_running_loop(), self._look)
+        self._pace()
+        return driver.hello
+
+    async def _shut(self, drain_s: float) -> None:
+        driver, port = self._driver, self._port
+        if driver is None or port is None:
+            return
+        self._take_inbox()
+        driver.take(ev.Closing())
+        until = self._clock() + drain_s
+        while driver.engine.live and self._clock() < until:
+            driver.look()
+            await asyncio.sleep(0.001)
+        for meeting in self._meetings:
+            meeting.cancel()
+        if self._timer is not None:
+            self._timer.close()
+        self._driver = self._port = self._timer = None
+        port.close()
+
+    def _take_inbox(self) -> None:
+        driver = self._driver
+        if driver is None:
+            return
+        while self._inbox:
+            driver.take(self._inbox.popleft())
+        self._pace()
+
+    def _look(self) -> None:
+        self._soon = None
+        if self._driver is not None:
+            self._driver.look()
+            self._pace()
+
+    def _pace(self) -> None:
+        """How soon to look again."""
+        driver, timer = self._driver, self._timer
+        if driver is None or timer is None:
+            return
+        if driver.can_post:
+            timer.set_interval(None)
+            self._soon = self._soon or asyncio.get_running_loop().call_soon(self._look)
+        else:
+            timer.set_interval(self._intervals_s[driver.engine.urgency()])
+
+    def _start_meeting(self, address: Address) -> None:
+        task = asyncio.get_running_loop().create_task(self._meet(address))
+        self._meetings.add(task)
+        task.add_done_callback(self._meetings.discard)
+
+    async def _meet(self, address: Address) -> None:
+        """One meeting, answered exactly once, also when it is cancelled."""
+        driver = self._driver
+        assert driver is not None
+        try:
+            reply = await meet(
+                address, driver.identity.engine_id, self._settings.timings.meet_deadline_s
+            )
+        except KVFlowError as error:
+            driver.not_met(address, error)
+        except asyncio.CancelledError:
+            driver.not_met(address, TransportError("cancelled"))
+            raise
+        else:
+            driver.met(address, reply)
+        self._pace()

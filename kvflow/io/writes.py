@@ -1,0 +1,91 @@
+"""One WRITE in slices: posted while allowed, polled until every handle has ended.
+
+Rule: whoever started a write gets exactly one answer, and gets it only when no handle of the write
+is outstanding any more, so "ended" always means that nothing can land.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvflow.core.effects import PostWrite
+from kvflow.core.events import WriteDone, WriteFailed, WriteStopped
+from kvflow.errors import TransportError
+from kvflow.ids import AgentName
+from kvflow.io.port import Port, PostState
+from kvflow.layout import Runs
+
+
+@dataclass(slots=True, kw_only=True)
+class Write:
+    """The progress of one `PostWrite`.
+
+    rest     slices that have not been posted; None when all have.
+    handles  posted and not ended.
+    stopped  nothing more is posted.
+    failure  the first error, if any; nothing more is posted then either.
+    """
+
+    order: PostWrite
+    rest: Iterator[Runs] | None
+    handles: list[int] = field(default_factory=list)
+    stopped: bool = False
+    failure: str = ""
+    bytes: int = 0
+    runs: int = 0
+
+    @property
+    def agent(self) -> AgentName:
+        return self.order.agent
+
+    def advance(
+        self, port: Port, may_post: Callable[[], bool], in_flight_max: int
+    ) -> WriteDone | WriteFailed | WriteStopped | None:
+        """Poll what is in flight, post at most one slice, and answer when nothing is left."""
+        self._poll(port)
+        if self.can_post(in_flight_max) and may_post():
+            self._post(port)
+        if self.handles:
+            return None
+        return self._answer()
+
+    def can_post(self, in_flight_max: int) -> bool:
+        """Whether another slice would be posted if it were allowed."""
+        wants = self.rest is not None and not self.stopped and not self.failure
+        return wants and len(self.handles) < in_flight_max
+
+    def _poll(self, port: Port) -> None:
+        for handle in list(self.handles):
+            state = port.poll(handle)
+            if state is PostState.PENDING:
+                continue
+            if state is PostState.FAILED:
+                self.failure = self.failure or "the transfer library reported an error"
+            port.release(handle)
+            self.handles.remove(handle)
+
+    def _post(self, port: Port) -> None:
+        assert self.rest is not None
+        runs = next(self.rest, None)
+        if runs is None:
+            self.rest = None
+            return
+        try:
+            self.handles.append(port.post(self.agent, runs))
+        except TransportError as error:
+            self.failure = str(error)
+            return
+        self.bytes += runs.bytes
+        self.runs += len(runs)
+        self._poll(port)
+
+    def _answer(self) -> WriteDone | WriteFailed | WriteStopped | None:
+        transfer_id, attempt = self.order.transfer_id, self.order.attempt
+        if self.failure:
+            return WriteFailed(transfer_id=transfer_id, attempt=attempt, detail=self.failure)
+        if self.rest is None:
+            return WriteDone(
+                transfer_id=transfer_id, attempt=attempt, bytes=self.bytes, runs=self.runs
+            )
+        if self.stopped:
+            return WriteStopped(transfer_id=transfer_id, attempt=attempt)
+        return None

@@ -1,0 +1,100 @@
+"""Settings of one engine, parsed once from vLLM's `kv_connector_extra_config`.
+
+Every key is optional. An unknown key or a bad value is a `ConfigurationError` at start, which
+names the key, the value and what is allowed.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvflow.core.timings import Timings
+from kvflow.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What an operator can set, beside the durations of `kvflow.core.Timings`.
+
+    poll_quick_us      time between two looks for news while something remote is awaited.
+    poll_expectant_us  the same while a consumer may register at any moment.
+    poll_idle_us       the same while nothing is expected.
+    idle_wait_ms       how long an engine step without model work may wait for news, so that an
+                       idle decode engine neither spins nor sees an arrival late.
+    post_bytes_max     bytes in one posted slice of a write.
+    post_runs_max      runs in one posted slice of a write.
+    posts_in_flight_max
+                       slices of one write that may be in flight together.
+    inbox_max          commands that vLLM's thread may be ahead of the loop thread.
+    side_channel_connections_max
+                       connections that a side channel serves at once.
+    nixl_backends      NIXL backends, in order of preference.
+    """
+
+    timings: Timings = field(default_factory=Timings)
+    poll_quick_us: int = 200
+    poll_expectant_us: int = 500
+    poll_idle_us: int = 5_000
+    idle_wait_ms: float = 2.0
+    post_bytes_max: int = 4 * 2**20
+    post_runs_max: int = 1024
+    posts_in_flight_max: int = 4
+    inbox_max: int = 100_000
+    side_channel_connections_max: int = 256
+    nixl_backends: tuple[str, ...] = ("UCX",)
+
+
+_LEAST = {
+    "poll_quick_us": 20,
+    "poll_expectant_us": 20,
+    "poll_idle_us": 100,
+    "idle_wait_ms": 0,
+    "post_bytes_max": 4096,
+}
+"""Lowest value of each number; 1 where not named. Timings must be above 0."""
+
+
+def parse(extra_config: Mapping[str, object]) -> Settings:
+    """Settings from `kv_connector_extra_config`. Raises `ConfigurationError`."""
+    own = {f.name: f for f in dataclasses.fields(Settings) if f.name != "timings"}
+    timings = {f.name: f for f in dataclasses.fields(Timings)}
+    values: dict[str, object] = {}
+    durations: dict[str, object] = {}
+    for key, value in extra_config.items():
+        if key in timings:
+            durations[key] = _number(key, value, timings[key].type, above=0)
+        elif key == "nixl_backends":
+            values[key] = _names(key, value)
+        elif key in own:
+            values[key] = _number(key, value, own[key].type, least=_LEAST.get(key, 1))
+        else:
+            allowed = ", ".join(sorted([*own, *timings]))
+            raise ConfigurationError(
+                f"kv_connector_extra_config.{key}", value, f"one of the keys {allowed}"
+            )
+    return Settings(timings=Timings(**durations), **values)  # type: ignore[arg-type]
+
+
+def _number(
+    key: str, value: object, kind: object, *, least: float = 0, above: float | None = None
+) -> float | int:
+    wanted = int if kind in (int, "int") else float
+    bound = f"at least {least}" if above is None else f"above {above}"
+    allowed = f"{'an integer' if wanted is int else 'a number'} {bound}"
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    if not good or (wanted is int and not isinstance(value, int)):
+        raise ConfigurationError(f"kv_connector_extra_config.{key}", value, allowed)
+    assert isinstance(value, int | float)
+    within = value >= least if above is None else value > above
+    if not within or value != value or value in (float("inf"), float("-inf")):
+        raise ConfigurationError(f"kv_connector_extra_config.{key}", value, allowed)
+    return wanted(value)
+
+
+def _names(key: str, value: object) -> tuple[str, ...]:
+    good = isinstance(value, list | tuple) and value and all(isinstance(v, str) for v in value)
+    if not good:
+        raise ConfigurationError(
+            f"kv_connector_extra_config.{key}", value, "a list of NIXL backend names"
+        )
+    return tuple(value)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Typed, versioned, size-limited messages. No pickle."""

@@ -1,0 +1,163 @@
+"""Every message as it travels, with its limits. Twins of `kvflow.core.notices`, plus coordinates.
+
+A frame is one version byte followed by msgpack. What does not fit a type or a limit here is a
+`RemoteProtocolError` for the receiver, and changes nothing.
+"""
+
+from typing import Annotated, ClassVar
+
+import msgspec
+
+from kvflow.core import notices
+from kvflow.core.reasons import Reason, Standing
+from kvflow.ids import TRANSFER_ID_CHARS_MAX
+
+PROTOCOL_VERSION = 1
+FRAME_BYTES_MAX = 16 * 2**20
+"""A registration of 1 M tokens in blocks of 16 is under 400 kB; region tables are about as large."""
+NOTICES_PER_FRAME_MAX = 4096
+RENEWALS_PER_NOTICE_MAX = 65536
+BLOCKS_PER_GROUP_MAX = 2**20
+GROUPS_MAX = 64
+REGIONS_MAX = 4096
+RANKS_MAX = 1024
+AGENT_METADATA_BYTES_MAX = 8 * 2**20
+NAME_CHARS_MAX = 512
+
+TransferIdText = Annotated[
+    str,
+    msgspec.Meta(min_length=1, max_length=TRANSFER_ID_CHARS_MAX, pattern=r"^[!-~]+$"),
+]
+Attempt = Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
+BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Bytes = Annotated[int, msgspec.Meta(gt=0, lt=2**62)]
+BlockIds = Annotated[tuple[BlockId, ...], msgspec.Meta(max_length=BLOCKS_PER_GROUP_MAX)]
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Unknown fields are refused: the version byte says what a peer may send."""
+
+
+class Register(_Message, frozen=True, tag="register"):
+    core: ClassVar = notices.Register
+    transfer_id: TransferIdText
+    attempt: Attempt
+    blocks: Annotated[tuple[BlockIds, ...], msgspec.Meta(max_length=GROUPS_MAX)]
+    skip: Annotated[tuple[Count, ...], msgspec.Meta(max_length=GROUPS_MAX)]
+    tokens: Count
+    lease_s: Seconds
+
+
+class Accepted(_Message, frozen=True, tag="accepted"):
+    core: ClassVar = notices.Accepted
+    transfer_id: TransferIdText
+    attempt: Attempt
+    standing: Standing
+
+
+class Done(_Message, frozen=True, tag="done"):
+    core: ClassVar = notices.Done
+    transfer_id: TransferIdText
+    attempt: Attempt
+
+
+class Failed(_Message, frozen=True, tag="failed"):
+    core: ClassVar = notices.Failed
+    transfer_id: TransferIdText
+    attempt: Attempt
+    reason: Reason
+
+
+class Cancel(_Message, frozen=True, tag="cancel"):
+    core: ClassVar = notices.Cancel
+    transfer_id: TransferIdText
+    attempt: Attempt
+
+
+class Renew(_Message, frozen=True, tag="renew"):
+    core: ClassVar = notices.Renew
+    wanted: Annotated[
+        tuple[tuple[TransferIdText, Attempt], ...],
+        msgspec.Meta(max_length=RENEWALS_PER_NOTICE_MAX),
+    ]
+
+
+class Alive(_Message, frozen=True, tag="alive"):
+    core: ClassVar = notices.Alive
+    standings: Annotated[
+        tuple[tuple[TransferIdText, Attempt, Standing, Reason | None], ...],
+        msgspec.Meta(max_length=RENEWALS_PER_NOTICE_MAX),
+    ]
+
+
+NOTICES = (Register, Accepted, Done, Failed, Cancel, Renew, Alive)
+AnyNotice = Register | Accepted | Done | Failed | Cancel | Renew | Alive
+
+
+class Region(_Message, frozen=True):
+    """`kvflow.layout.Region` as it travels."""
+
+    layer: Name
+    group: Annotated[int, msgspec.Meta(ge=0, lt=GROUPS_MAX)]
+    base: Bytes
+    block_bytes: Bytes
+    stride_bytes: Bytes
+    blocks: Annotated[int, msgspec.Meta(gt=0, lt=2**31)]
+    memory: Annotated[str, msgspec.Meta(pattern=r"^(DRAM|VRAM)$")]
+    device: Annotated[int, msgspec.Meta(ge=0, lt=2**15)]
+
+
+class Facts(_Message, frozen=True):
+    """`kvflow.layout.Facts` as it travels."""
+
+    model: Text
+    kv_dtype: Name
+    block_sizes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=GROUPS_MAX)]
+    group_kinds: Annotated[tuple[Name, ...], msgspec.Meta(max_length=GROUPS_MAX)]
+    tp_size: Annotated[int, msgspec.Meta(ge=1, le=RANKS_MAX)]
+    pp_size: Annotated[int, msgspec.Meta(ge=1, le=RANKS_MAX)]
+    kv_layout: Text
+
+
+class Hello(_Message, frozen=True):
+    """One worker's coordinates: what a peer needs to reach it and to plan for its memory."""
+
+    agent: Name
+    engine_id: Name
+    incarnation: Name
+    pp_rank: Annotated[int, msgspec.Meta(ge=0, lt=RANKS_MAX)]
+    tp_rank: Annotated[int, msgspec.Meta(ge=0, lt=RANKS_MAX)]
+    metadata: Annotated[bytes, msgspec.Meta(max_length=AGENT_METADATA_BYTES_MAX)]
+    facts: Facts
+    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=REGIONS_MAX)]
+
+
+class Frame(_Message, frozen=True):
+    """What one worker sends another in one notification."""
+
+    notices: Annotated[tuple[AnyNotice, ...], msgspec.Meta(max_length=NOTICES_PER_FRAME_MAX)]
+    hello: Hello | None = None
+
+
+class MeetRequest(_Message, frozen=True, tag="meet"):
+    """Side channel, first and only request of a connection: who are you?"""
+
+    engine_id: Name
+
+
+class MeetReply(_Message, frozen=True, tag="met"):
+    """Side channel: an engine and all its worker ranks."""
+
+    engine_id: Name
+    incarnation: Name
+    ranks: Annotated[tuple[Hello, ...], msgspec.Meta(max_length=RANKS_MAX)]
+
+
+class Refusal(_Message, frozen=True, tag="refusal"):
+    """Side channel: the request could not be answered, and why."""
+
+    detail: Text
