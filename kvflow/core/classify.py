@@ -51,7 +51,7 @@ def registration(record: ProducerRecord, peer: AgentName, register: Register, fl
     known = record.registration
     if known and (known.peer, known.attempt) == (peer, register.attempt):
         return "registered_again"
-    if register.attempt <= max(floor, record.cancelled.get(peer, 0)):
+    if register.attempt <= max(floor, record.settled.get(peer, 0)):
         return "registered_stale"
     if known is None:
         return "registered"
@@ -63,6 +63,8 @@ def registration(record: ProducerRecord, peer: AgentName, register: Register, fl
 def cancellation(record: ProducerRecord, peer: AgentName, cancel: Cancel) -> str:
     """Of the attempt on record (or of a prefill that nobody has claimed), or of another one."""
     known = record.registration
+    if known is None and cancel.attempt <= record.settled.get(peer, -1):
+        return "cancel_stale"
     if known is None or (known.peer == peer and cancel.attempt >= known.attempt):
         return "cancel_asked"
     return "cancel_stale"

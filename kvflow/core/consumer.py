@@ -37,6 +37,7 @@ STATES = {
 }
 WAITING_FOR_PEER = frozenset({"allocated", "releasing"})
 ASKING = frozenset("registering registered transferring draining releasing".split())
+RENEWING = frozenset("registering registered transferring".split())
 LIVE = frozenset("allocated registering registered transferring draining fencing releasing".split())
 
 
@@ -63,8 +64,12 @@ class ConsumerRecord(Record):
 
     agents    the expected producer ranks, by name; empty until the producer was met.
     answered  ranks that have said anything of this attempt.
+    blind     ranks whose registration could not name a time until which they may write, since
+              their clock had not been heard; they get it again when it has.
     writing   ranks that have said that they are writing.
     outcomes  how each settled rank ended; a load is received when all of them are DONE.
+    gave_up_at
+              when it was given up, while it is being given up.
     """
 
     request_id: RequestId
@@ -78,6 +83,8 @@ class ConsumerRecord(Record):
     born: float = 0.0
     agents: dict[Rank, AgentName] = field(default_factory=dict)
     answered: set[Rank] = field(default_factory=set)
+    blind: set[Rank] = field(default_factory=set)
+    gave_up_at: float = 0.0
     writing: set[Rank] = field(default_factory=set)
     outcomes: dict[Rank, Outcome] = field(default_factory=dict)
 
@@ -99,6 +106,26 @@ C = ConsumerRecord
 
 def settled_already(record: C, event: FromRank, turn: Turn) -> bool:
     return event.rank in record.outcomes
+
+
+def is_done_already(record: C, event: FromRank, turn: Turn) -> bool:
+    return record.outcomes.get(event.rank) is Outcome.DONE
+
+
+def fails_the_last(record: C, event: FromRank, turn: Turn) -> bool:
+    return not is_done_already(record, event, turn) and is_last(record, event, turn)
+
+
+def fails_before_others(record: C, event: FromRank, turn: Turn) -> bool:
+    return not is_done_already(record, event, turn) and others_remain(record, event, turn)
+
+
+def is_lost_before_others(record: C, event: FromRank, turn: Turn) -> bool:
+    return not settled_already(record, event, turn) and others_remain(record, event, turn)
+
+
+def is_lost_last(record: C, event: FromRank, turn: Turn) -> bool:
+    return not settled_already(record, event, turn) and last_of_all(record, event, turn)
 
 
 def is_last(record: C, event: FromRank, turn: Turn) -> bool:

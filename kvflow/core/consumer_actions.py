@@ -31,8 +31,11 @@ def _start(record: C, event: BlocksAllocated | LoadRefused | ReleaseWanted, turn
     record.blocks = ()
     record.skip = ()
     record.spent_ms.clear()
-    for memory in (record.agents, record.answered, record.writing, record.outcomes):
+    turn.deadlines.cancel(_resend_key(record))
+    for memory in (record.answered, record.blind, record.writing):
         memory.clear()
+    record.agents.clear()
+    record.outcomes.clear()
 
 
 def _want(record: C, event: BlocksAllocated | ReleaseWanted, turn: Turn) -> None:
@@ -43,6 +46,12 @@ def _want(record: C, event: BlocksAllocated | ReleaseWanted, turn: Turn) -> None
 
 
 def _register_with(record: C, rank: Rank, turn: Turn) -> None:
+    agent = record.agents[rank]
+    write_until_s = turn.write_until(agent)
+    if write_until_s is None:
+        record.blind.add(rank)
+    else:
+        record.blind.discard(rank)
     register = Register(
         transfer_id=record.transfer_id,
         attempt=record.attempt,
@@ -50,8 +59,9 @@ def _register_with(record: C, rank: Rank, turn: Turn) -> None:
         skip=record.skip,
         tokens=record.tokens,
         lease_s=turn.timings.lease_s,
+        write_until_s=write_until_s,
     )
-    turn.send(record.agents[rank], register)
+    turn.send(agent, register)
 
 
 def _cancel_unsettled(record: C, turn: Turn) -> None:
@@ -83,6 +93,8 @@ def _bury(record: C, turn: Turn) -> None:
 def _give_up(record: C, turn: Turn, reason: Reason) -> None:
     """Ask every rank that may write to stop, and insist."""
     record.reason = reason
+    if record.state != "draining":
+        record.gave_up_at = turn.now
     _cancel_unsettled(record, turn)
     turn.arm(_resend_key(record), turn.timings.cancel_resend_s)
     turn.arm(_deadline_key(record), turn.timings.cancel_deadline_s)
@@ -182,6 +194,15 @@ def note_answer(record: C, event: FromRank, turn: Turn) -> None:
     record.answered.add(event.rank)
     if event.standing is Standing.TRANSFERRING:
         record.writing.add(event.rank)
+    if event.rank in record.blind:
+        _register_with(record, event.rank, turn)
+
+
+def note_stopping(record: C, event: FromRank, turn: Turn) -> None:
+    """It lives and is at it: wait on, though not for ever."""
+    if event.standing is Standing.STOPPING:
+        rest_s = record.gave_up_at + turn.timings.stop_deadline_s - turn.now
+        turn.arm(_deadline_key(record), min(turn.timings.cancel_deadline_s, max(rest_s, 0.0)))
 
 
 def note_last_answer(record: C, event: FromRank, turn: Turn) -> None:

@@ -14,17 +14,18 @@ from typing import Any
 
 from kvflow.core import classify, consumer, consumer_table, peer, producer, producer_table
 from kvflow.core import events as ev
-from kvflow.core.consumer import ConsumerRecord, FromRank
+from kvflow.core.consumer import RENEWING, ConsumerRecord, FromRank
 from kvflow.core.effects import DropPeer, Effect, Ignored
 from kvflow.core.ledger import Ledger
 from kvflow.core.notices import Accepted, Alive, Cancel, Done, Failed, Register, Renew
-from kvflow.core.peer import PeerRecord
+from kvflow.core.peer import PeerRecord, Tick
 from kvflow.core.producer import CancelledBy, RegisteredBy
 from kvflow.core.reasons import Reason, Standing
 from kvflow.core.records import Records
 from kvflow.core.table import Table
 from kvflow.core.timings import Timings
 from kvflow.core.turn import FollowUp, PeerGone, PeerMet, RenewalDue, Turn, Wanted
+from kvflow.errors import LocalProtocolError
 from kvflow.ids import AgentName, Rank, RequestId, TransferId
 
 TABLES: tuple[Table, ...] = (producer_table.TABLE, consumer_table.TABLE, peer.TABLE)
@@ -82,7 +83,7 @@ class Engine:
         turn = self._turn(now)
         self._handlers[type(event)](event, turn)
         self._follow_up(turn)
-        return turn.effects
+        return self._effects(turn)
 
     def next_deadline(self) -> float | None:
         """When `expire` has something to do, or None."""
@@ -94,18 +95,22 @@ class Engine:
         while (due := self.records.deadlines.pop_due(now)) is not None:
             self._expired(due, turn)
             self._follow_up(turn)
-        return turn.effects
+        return self._effects(turn)
 
     # -- questions -------------------------------------------------------------------------------
 
     def may_write(self, transfer_id: TransferId, attempt: int, now: float) -> bool:
-        """Whether another slice of this write may be posted now (asked before every slice)."""
+        """Whether another slice of this write may be posted now (asked before every slice).
+
+        No is not for ever: a write pauses while the consumer is silent, and goes on when it is
+        heard again. What ends it is `StopWrite`.
+        """
         record = self.records.producers.get(transfer_id)
         return (
             record is not None
             and record.state == "transferring"
             and record.attempt == attempt
-            and now < record.lease_until
+            and now < min(record.lease_until, record.write_until)
             and self.ledger.is_open(transfer_id, attempt)
         )
 
@@ -134,7 +139,16 @@ class Engine:
             timings=self.timings,
             ledger=self.ledger,
             deadlines=self.records.deadlines,
+            clocks=self.records.clocks,
         )
+
+    def _effects(self, turn: Turn) -> list[Effect]:
+        """An agent that is still known in its other role (it may have two) is not dropped."""
+        return [
+            effect
+            for effect in turn.effects
+            if not (isinstance(effect, DropPeer) and self.records.knows(effect.agent))
+        ]
 
     # -- events of vLLM --------------------------------------------------------------------------
 
@@ -168,7 +182,7 @@ class Engine:
             )
             self.records.fire_consumer(record, "load_refused", refused, turn)
             return
-        self.records.load_of[event.transfer_id] = event.request_id
+        self.records.claim(event.transfer_id, record)
         self.records.fire_consumer(record, "blocks_allocated", event, turn)
 
     def _refused(self, event: ev.LoadRefused, turn: Turn) -> None:
@@ -178,8 +192,9 @@ class Engine:
         if self._rival(event) is not None:
             turn.effects.append(Ignored(kind="release_of_live_transfer", key=event.transfer_id))
             return
-        self.records.load_of[event.transfer_id] = event.request_id
-        self.records.fire_consumer(self._load(event, turn), "release_wanted", event, turn)
+        record = self._load(event, turn)
+        self.records.claim(event.transfer_id, record)
+        self.records.fire_consumer(record, "release_wanted", event, turn)
 
     def _load_aborted(self, event: ev.LoadAborted, turn: Turn) -> None:
         record = self.records.consumers.get(event.request_id)
@@ -198,6 +213,8 @@ class Engine:
             turn.effects.append(Ignored(kind="unknown_sender", key=sender))
             return
         self.records.fire_peer(record, "heard", event, turn)
+        if isinstance(notice, Accepted | Alive):
+            self.records.clocks.hear(sender, notice.clock_s, turn.now)
         match notice:
             case Register():
                 self._register(record, sender, notice, turn)
@@ -206,8 +223,7 @@ class Engine:
             case Renew():
                 self._renew(sender, notice, turn)
             case Accepted():
-                said = _said(record, sender, standing=notice.standing)
-                self._said(notice.transfer_id, notice.attempt, "accepted", said, turn)
+                self._stands(record, sender, (*_key(notice), notice.standing, None), turn)
             case Done():
                 said = _said(record, sender)
                 self._said(notice.transfer_id, notice.attempt, "done", said, turn)
@@ -215,7 +231,8 @@ class Engine:
                 said = _said(record, sender, reason=notice.reason)
                 self._said(notice.transfer_id, notice.attempt, "rank_failed", said, turn)
             case Alive():
-                self._alive(record, sender, notice, turn)
+                for standing in notice.standings:
+                    self._stands(record, sender, standing, turn)
 
     def _register(
         self, worker: PeerRecord, sender: AgentName, notice: Register, turn: Turn
@@ -249,19 +266,25 @@ class Engine:
             self.records.fire_producer(record, "renewed", notice, turn)
             standing = classify.STANDINGS[record.state]
             standings.append((transfer_id, attempt, standing, record.reason))
-        turn.send(sender, Alive(standings=tuple(standings)))
+        turn.send(sender, Alive(standings=tuple(standings), clock_s=turn.now))
 
-    def _alive(self, record: PeerRecord, sender: AgentName, notice: Alive, turn: Turn) -> None:
-        for transfer_id, attempt, standing, reason in notice.standings:
-            match standing:
-                case Standing.DONE:
-                    trigger = "done"
-                case Standing.FAILED | Standing.UNKNOWN:
-                    trigger = "rank_failed"
-                case _:
-                    trigger = "accepted"
-            said = _said(record, sender, standing=standing, reason=reason)
-            self._said(transfer_id, attempt, trigger, said, turn)
+    def _stands(
+        self,
+        record: PeerRecord,
+        sender: AgentName,
+        standing: tuple[TransferId, int, Standing, Reason | None],
+        turn: Turn,
+    ) -> None:
+        transfer_id, attempt, stands, reason = standing
+        match stands:
+            case Standing.DONE:
+                trigger = "done"
+            case Standing.FAILED | Standing.UNKNOWN:
+                trigger = "rank_failed"
+            case _:
+                trigger = "accepted"
+        said = _said(record, sender, standing=stands, reason=reason)
+        self._said(transfer_id, attempt, trigger, said, turn)
 
     def _said(
         self, transfer_id: TransferId, attempt: int, trigger: str, said: FromRank, turn: Turn
@@ -303,7 +326,12 @@ class Engine:
             ev.WriteFailed: "write_failed",
             ev.WriteStopped: "write_stopped",
         }[type(event)]
-        self.records.fire_producer(self.records.producers[event.transfer_id], trigger, event, turn)
+        record = self.records.producers.get(event.transfer_id)
+        if record is None or not self.ledger.is_open(event.transfer_id, event.attempt):
+            raise LocalProtocolError(
+                f"{trigger} of {event.transfer_id}, attempt {event.attempt}: no such write is open"
+            )
+        self.records.fire_producer(record, trigger, event, turn)
 
     def _closing(self, event: ev.Closing, turn: Turn) -> None:
         for producing in list(self.records.producers.values()):
@@ -322,7 +350,15 @@ class Engine:
         elif kind == consumer.RESEND:
             self.records.fire_consumer(self.records.consumers[key], "resend_due", None, turn)
         else:
-            self.records.fire_peer(self.records.peer(key), "expired", None, turn)
+            record = self.records.peer(key)
+            self.records.fire_peer(record, "expired", Tick(awaited=self._awaited(record)), turn)
+
+    def _awaited(self, record: PeerRecord) -> frozenset[Rank]:
+        """The ranks of a producer engine from which some load waits for a word."""
+        if record.address is None:
+            return frozenset()
+        loads = (self.records.consumers[RequestId(key)] for key in record.using)
+        return frozenset(rank for load in loads for rank in load.unsettled)
 
     def _follow_up(self, turn: Turn) -> None:
         while turn.follow_ups:
@@ -388,7 +424,11 @@ class Engine:
         for rank, agent in sorted(record.agents.items()):
             wanted = tuple(_renewable(self.records.consumers, record, rank))
             if wanted:
-                turn.send(agent, Renew(wanted=wanted))
+                turn.send(agent, Renew(wanted=wanted, write_until_s=turn.write_until(agent)))
+
+
+def _key(notice: Accepted) -> tuple[TransferId, int]:
+    return notice.transfer_id, notice.attempt
 
 
 def _said(
@@ -407,5 +447,5 @@ def _renewable(
 ) -> Iterator[tuple[TransferId, int]]:
     for request_id in sorted(record.using):
         load = consumers[RequestId(request_id)]
-        if load.state in ("registered", "transferring") and rank in load.unsettled:
+        if load.state in RENEWING and rank in load.unsettled & load.answered:
             yield load.transfer_id, load.attempt

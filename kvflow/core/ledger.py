@@ -51,7 +51,7 @@ class Ledger:
         self._reserved[request] = mine
 
     def give_back(self, request: RequestId, writers: frozenset[object]) -> None:
-        """S2, S5: the load ended; `writers` are the ranks that might still write (none, or a bug)."""
+        """S2, S5: the load ended; `writers` are the ranks that might still write: none."""
         if writers:
             raise LocalProtocolError(f"S2: {request} given back while {set(writers)} may write")
         if request not in self._reserved:

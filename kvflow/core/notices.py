@@ -21,6 +21,9 @@ class Register:
     skip     blocks per group, from the start of the prompt, that the consumer has already.
     tokens   prompt tokens that the consumer wants to have after the transfer (incl. skipped).
     lease_s  how long the registration is good without a renewal, in seconds.
+    write_until_s
+             no slice may be posted once the *producer's* clock shows this; None while the consumer
+             has not heard that clock, and then none may be posted at all yet.
     """
 
     transfer_id: TransferId
@@ -29,15 +32,20 @@ class Register:
     skip: tuple[int, ...]
     tokens: int
     lease_s: float
+    write_until_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """Producer rank -> consumer: the registration is on record, and stands so."""
+    """Producer rank -> consumer: the registration is on record, and stands so.
+
+    clock_s  the producer's clock when this was written.
+    """
 
     transfer_id: TransferId
     attempt: int
     standing: Standing
+    clock_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +75,24 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renew:
-    """Consumer -> producer rank: these registrations are still wanted."""
+    """Consumer -> producer rank: these registrations are still wanted.
+
+    write_until_s  as in `Register`, for each of them.
+    """
 
     wanted: tuple[tuple[TransferId, int], ...]
+    write_until_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alive:
-    """Producer rank -> consumer: the answer to `Renew`, one standing per registration."""
+    """Producer rank -> consumer: the answer to `Renew`, one standing per registration.
+
+    clock_s  the producer's clock when this was written.
+    """
 
     standings: tuple[tuple[TransferId, int, Standing, Reason | None], ...]
+    clock_s: float
 
 
 Notice = Register | Accepted | Done | Failed | Cancel | Renew | Alive

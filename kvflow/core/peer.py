@@ -12,7 +12,7 @@ only while a transfer is under way.
 from dataclasses import dataclass, field
 
 from kvflow.core.effects import DropPeer, Meet
-from kvflow.core.events import MeetingFailed, MeetingSucceeded, PeerIntroduced
+from kvflow.core.events import MeetingFailed, MeetingSucceeded, NoticeReceived, PeerIntroduced
 from kvflow.core.table import Table, never, row
 from kvflow.core.turn import PeerGone, PeerMet, Record, RenewalDue, Turn, Wanted
 from kvflow.ids import Address, AgentName, Incarnation, Rank, RequestId
@@ -29,6 +29,13 @@ STATES = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """A peer's deadline is due. `awaited`: its ranks from which some load waits for a word."""
+
+    awaited: frozenset[Rank]
+
+
 @dataclass(slots=True, kw_only=True)
 class PeerRecord(Record):
     """One remote engine or worker.
@@ -37,7 +44,7 @@ class PeerRecord(Record):
     agents    its workers by rank.
     waiting   loads that wait until it is met.
     using     live transfers that depend on it (request ids, or transfer ids of a consumer's).
-    misses    renewals sent since it was last heard.
+    misses    by rank: intervals, while a word was awaited, since it was last heard.
     floor     highest attempt of a consumer that has been forgotten here; lower ones are stale.
     """
 
@@ -49,7 +56,7 @@ class PeerRecord(Record):
     waiting: set[RequestId] = field(default_factory=set)
     using: set[str] = field(default_factory=set)
     last_used: float = 0.0
-    misses: int = 0
+    misses: dict[Rank, int] = field(default_factory=dict)
     failures: int = 0
     floor: int = 0
 
@@ -72,17 +79,27 @@ def is_not_wanted(record: R, event: object, turn: Turn) -> bool:
     return not record.waiting
 
 
-def is_silent(record: R, event: object, turn: Turn) -> bool:
-    """Something is awaited, and too many renewals went unanswered."""
-    return bool(record.using) and record.misses >= turn.timings.renew_misses_max
+def is_silent(record: R, event: Tick, turn: Turn) -> bool:
+    """A rank of which something is awaited has not been heard for too long."""
+    return bool(_silent(record, event, turn))
+
+
+def _silent(record: R, event: Tick, turn: Turn) -> list[Rank]:
+    most = turn.timings.renew_misses_max
+    return sorted(rank for rank in event.awaited if record.misses.get(rank, 0) >= most)
 
 
 def is_unused(record: R, event: object, turn: Turn) -> bool:
-    """Nothing has depended on it for a long time."""
-    return not record.using and turn.now - record.last_used >= turn.timings.peer_idle_s
+    """Nothing has depended on it for a long time.
+
+    A producer remembers a consumer for twice as long as the consumer the producer: else the consumer
+    might speak to one that has forgotten its coordinates.
+    """
+    idle_s = turn.timings.peer_idle_s * (1 if record.address else 2)
+    return not record.using and turn.now - record.last_used >= idle_s
 
 
-def is_in_order(record: R, event: object, turn: Turn) -> bool:
+def is_in_order(record: R, event: Tick, turn: Turn) -> bool:
     return not is_silent(record, event, turn) and not is_unused(record, event, turn)
 
 
@@ -122,7 +139,7 @@ def wait_and_meet(record: R, event: Wanted, turn: Turn) -> None:
 def use(record: R, event: Wanted, turn: Turn) -> None:
     record.last_used = turn.now
     if not record.using:
-        record.misses = 0
+        record.misses.clear()
         turn.arm(_deadline_key(record), turn.timings.renew_interval_s)
     turn.follow_ups.append(PeerMet(request_id=event.request_id, agents=record.agents))
 
@@ -132,7 +149,7 @@ def know(record: R, event: MeetingSucceeded, turn: Turn) -> None:
     record.incarnation = event.incarnation
     record.agents = dict(event.agents)
     record.failures = 0
-    record.misses = 0
+    record.misses.clear()
     record.last_used = turn.now
     record.detail = ""
     turn.arm(_deadline_key(record), turn.timings.renew_interval_s)
@@ -159,11 +176,11 @@ def _drop(record: R, turn: Turn, detail: str) -> None:
         turn.effects.append(DropPeer(agent=agent))
 
 
-def lose(record: R, event: object, turn: Turn) -> None:
+def lose(record: R, event: Tick, turn: Turn) -> None:
     """The transfers are told by the engine, which knows them."""
-    for _, agent in sorted(record.agents.items()):
-        gone = PeerGone(agent=agent, detail=f"silent for {record.misses} renewals")
-        turn.follow_ups.append(gone)
+    rank = _silent(record, event, turn)[0]
+    detail = f"{rank} was silent for {record.misses[rank]} renewals"
+    turn.follow_ups.append(PeerGone(agent=record.agents[rank], detail=detail))
     turn.arm(_deadline_key(record), turn.timings.renew_interval_s)
 
 
@@ -183,19 +200,21 @@ def drop(record: R, event: object, turn: Turn) -> None:
     _drop(record, turn, event.detail if isinstance(event, PeerGone) else "unused")
 
 
-def renew(record: R, event: object, turn: Turn) -> None:
+def renew(record: R, event: Tick, turn: Turn) -> None:
     assert record.address is not None
     if record.using:
-        record.misses += 1
+        record.misses = {rank: record.misses.get(rank, 0) + 1 for rank in event.awaited}
         turn.follow_ups.append(RenewalDue(address=record.address))
         turn.arm(_deadline_key(record), turn.timings.renew_interval_s)
     else:
-        record.misses = 0
+        record.misses.clear()
         turn.arm(_deadline_key(record), turn.timings.peer_idle_s)
 
 
-def note_heard(record: R, event: object, turn: Turn) -> None:
-    record.misses = 0
+def note_heard(record: R, event: NoticeReceived, turn: Turn) -> None:
+    for rank, agent in record.agents.items():
+        if agent == event.sender:
+            record.misses.pop(rank, None)
     record.last_used = turn.now
 
 
@@ -229,11 +248,11 @@ ROWS = (
         why="the router names another engine id at this address: the engine was restarted"),
     row("meeting_succeeded", "meeting", "met", know,
         why="every worker rank that owes us a part can be reached"),
-    row("meeting_succeeded", "unmet met backing_off", "=", ignore_answer,
+    row("meeting_succeeded", "met backing_off", "=", ignore_answer,
         why="the answer to a meeting that was given up"),
     row("meeting_failed", "meeting", "backing_off", back_off_from,
         why="try again after a while; if the two are incompatible, waiting loads are told"),
-    row("meeting_failed", "unmet met backing_off", "=",
+    row("meeting_failed", "met backing_off", "=",
         why="the answer to a meeting that was given up"),
     row("introduced", "unmet introduced", "introduced", introduce,
         why="a consumer's registration brought its coordinates"),
@@ -270,7 +289,7 @@ IMPOSSIBLE = (
             "a producer engine is met, it does not introduce itself")
     | never("unmet meeting backing_off", "heard gone outdated",
             "it has no agents, so nothing can come from it or be lost with it")
-    | never("unmet", "expired", "it waits for nothing")
+    | never("unmet", "expired meeting_succeeded meeting_failed", "nothing was asked yet")
 )  # fmt: skip
 
 TABLE = Table(

@@ -12,10 +12,12 @@ Known limit: a transfer id that two prefills or two consumers claim at once is r
 them; there is no way to tell who is right.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from kvflow.core.events import PrefillFinished
 from kvflow.core.notices import Blocks, Cancel, Register
+from kvflow.core.reasons import Reason
 from kvflow.core.turn import Record, Turn
 from kvflow.ids import AgentName, RequestId, TransferId
 
@@ -70,9 +72,11 @@ class CancelledBy:
 class ProducerRecord(Record):
     """One transfer on the producing side.
 
-    lease_until  a WRITE slice may be posted only before this time.
-    cancelled  peer -> highest attempt that it has cancelled; a later-arriving registration of
-               such an attempt is stale.
+    lease_until  the registration is good until then.
+    write_until  slices may be posted only before this time, which the consumer names.
+    ends_by      a shutdown lets the write go on until then, however often it is renewed.
+    settled      peer -> highest attempt of which it was told, or could be told, that nothing can
+                 land any more; a later-arriving registration of such an attempt is stale.
     """
 
     transfer_id: TransferId
@@ -80,8 +84,10 @@ class ProducerRecord(Record):
     blocks: Blocks = ()
     tokens: int = 0
     registration: Registration | None = None
-    lease_until: float = 0.0
-    cancelled: dict[AgentName, int] = field(default_factory=dict)
+    lease_until: float = -math.inf
+    write_until: float = -math.inf
+    ends_by: float = math.inf
+    settled: dict[AgentName, int] = field(default_factory=dict)
     bytes: int = 0
     runs: int = 0
 
@@ -118,6 +124,14 @@ def registration_does_not_fit(record: P, event: RegisteredBy, turn: Turn) -> boo
 def prefill_fits(record: P, event: PrefillFinished, turn: Turn) -> bool:
     assert record.registration is not None
     return _covers(event.blocks, event.tokens, record.registration)
+
+
+def is_ambiguous(record: P, event: object, turn: Turn) -> bool:
+    return record.reason is Reason.AMBIGUOUS
+
+
+def is_not_ambiguous(record: P, event: object, turn: Turn) -> bool:
+    return not is_ambiguous(record, event, turn)
 
 
 def prefill_does_not_fit(record: P, event: PrefillFinished, turn: Turn) -> bool:

@@ -1,8 +1,11 @@
 """What the producer's rows do. The machine is described in `kvflow.core.producer`."""
 
+import dataclasses
+import math
+
 from kvflow.core.effects import PostWrite, ReportSent, StopWrite
 from kvflow.core.events import PrefillFinished, PrefillStarted, WriteDone, WriteFailed
-from kvflow.core.notices import Accepted, Done, Failed
+from kvflow.core.notices import Accepted, Done, Failed, Renew
 from kvflow.core.producer import (
     NAME,
     CancelledBy,
@@ -25,18 +28,33 @@ def _deadline_key(record: P) -> tuple[str, TransferId]:
 
 def _accept(record: P, turn: Turn, standing: Standing) -> None:
     assert record.registration is not None
-    turn.send(
-        record.registration.peer,
-        Accepted(transfer_id=record.transfer_id, attempt=record.attempt, standing=standing),
+    accepted = Accepted(
+        transfer_id=record.transfer_id,
+        attempt=record.attempt,
+        standing=standing,
+        clock_s=turn.now,
     )
+    turn.send(record.registration.peer, accepted)
+
+
+def _settle(record: P, peer: AgentName, attempt: int) -> None:
+    """What a consumer was told to be over must stay over, whatever arrives late."""
+    record.settled[peer] = max(record.settled.get(peer, 0), attempt)
+
+
+def _settle_registration(record: P) -> None:
+    if record.registration is not None:
+        _settle(record, record.registration.peer, record.attempt)
 
 
 def _refuse(record: P, turn: Turn, peer: AgentName, attempt: int, reason: Reason) -> None:
+    _settle(record, peer, attempt)
     turn.send(peer, Failed(transfer_id=record.transfer_id, attempt=attempt, reason=reason))
 
 
 def _note(record: P, event: RegisteredBy, turn: Turn) -> None:
-    """Put a registration on record, and start its lease."""
+    """Put a registration on record, and start its lease. The one before is over."""
+    _settle_registration(record)
     register = event.register
     record.registration = Registration(
         peer=event.peer,
@@ -47,7 +65,10 @@ def _note(record: P, event: RegisteredBy, turn: Turn) -> None:
         lease_s=register.lease_s,
         since=turn.now,
     )
+    record.write_until = -math.inf
+    record.ends_by = math.inf
     _extend(record, turn)
+    _grant(record, register.write_until_s, turn)
 
 
 def _extend(record: P, turn: Turn) -> None:
@@ -56,8 +77,16 @@ def _extend(record: P, turn: Turn) -> None:
     lease_s = min(record.registration.lease_s, turn.timings.lease_s)
     if record.request_id is None:
         lease_s = min(lease_s, record.registration.since + turn.timings.hold_max_s - turn.now)
+    lease_s = min(lease_s, record.ends_by - turn.now)
     record.lease_until = turn.now + max(lease_s, 0.0)
     turn.arm(_deadline_key(record), max(lease_s, 0.0))
+
+
+def _grant(record: P, write_until_s: float | None, turn: Turn) -> None:
+    """Slices may be posted for a while longer; a delayed duplicate grants nothing new."""
+    if write_until_s is not None:
+        until = min(write_until_s, turn.now + turn.timings.write_lease_s)
+        record.write_until = max(record.write_until, until)
 
 
 def _release(record: P, request_id: RequestId | None, turn: Turn) -> None:
@@ -98,12 +127,19 @@ def note_prefill_of_registration(record: P, event: PrefillStarted, turn: Turn) -
 
 
 def begin_again(record: P, event: PrefillStarted, turn: Turn) -> None:
-    """The id is used for a new transfer: nothing of the old one counts, except what it cancelled."""
+    """The id is used for a new transfer: nothing of the old one counts, except what is settled."""
+    _settle_registration(record)
     record.registration = None
+    _renew_record(record)
+    note_prefill(record, event, turn)
+
+
+def _renew_record(record: P) -> None:
     record.reason = None
     record.detail = ""
+    record.bytes = 0
+    record.runs = 0
     record.spent_ms.clear()
-    note_prefill(record, event, turn)
 
 
 def pin(record: P, event: PrefillFinished, turn: Turn) -> None:
@@ -154,7 +190,10 @@ def drop_prefill(record: P, event: object, turn: Turn) -> None:
 
 
 def drop_prefill_keep_registration(record: P, event: object, turn: Turn) -> None:
+    """The registration waits for a prefill anew, and its bounded time for that starts now."""
+    assert record.registration is not None
     record.request_id = None
+    record.registration = dataclasses.replace(record.registration, since=turn.now)
     _extend(record, turn)
 
 
@@ -198,9 +237,7 @@ def hold(record: P, event: RegisteredBy, turn: Turn) -> None:
 def hold_anew(record: P, event: RegisteredBy, turn: Turn) -> None:
     """A new transfer under an id whose old transfer has ended."""
     record.request_id = None
-    record.reason = None
-    record.detail = ""
-    record.spent_ms.clear()
+    _renew_record(record)
     hold(record, event, turn)
 
 
@@ -226,13 +263,19 @@ def refuse_stale(record: P, event: RegisteredBy, turn: Turn) -> None:
     _refuse(record, turn, event.peer, event.register.attempt, Reason.STALE)
 
 
-def answer_waiting(record: P, event: object, turn: Turn) -> None:
+def refuse_forgotten(record: P, event: RegisteredBy, turn: Turn) -> None:
+    _refuse(record, turn, event.peer, event.register.attempt, Reason.FORGOTTEN)
+
+
+def answer_waiting(record: P, event: RegisteredBy, turn: Turn) -> None:
     _extend(record, turn)
+    _grant(record, event.register.write_until_s, turn)
     _accept(record, turn, Standing.WAITING)
 
 
-def answer_transferring(record: P, event: object, turn: Turn) -> None:
+def answer_transferring(record: P, event: RegisteredBy, turn: Turn) -> None:
     _extend(record, turn)
+    _grant(record, event.register.write_until_s, turn)
     _accept(record, turn, Standing.TRANSFERRING)
 
 
@@ -250,8 +293,9 @@ def answer_failed(record: P, event: object, turn: Turn) -> None:
     _tell(record, turn, record.reason or Reason.EXPIRED)
 
 
-def extend(record: P, event: object, turn: Turn) -> None:
+def extend(record: P, event: Renew, turn: Turn) -> None:
     _extend(record, turn)
+    _grant(record, event.write_until_s, turn)
 
 
 def refuse_rival(record: P, event: RegisteredBy, turn: Turn) -> None:
@@ -280,14 +324,8 @@ def refuse_superseded(record: P, event: RegisteredBy, turn: Turn) -> None:
 # -- actions: cancel -----------------------------------------------------------------------------
 
 
-def _note_cancel(record: P, event: CancelledBy) -> None:
-    highest = max(record.cancelled.get(event.peer, 0), event.cancel.attempt)
-    record.cancelled[event.peer] = highest
-
-
 def confirm_cancel(record: P, event: CancelledBy, turn: Turn) -> None:
     """Nothing of the cancelled attempt can land: say so."""
-    _note_cancel(record, event)
     _refuse(record, turn, event.peer, event.cancel.attempt, Reason.CANCELLED)
 
 
@@ -302,12 +340,12 @@ def cancel_and_release(record: P, event: CancelledBy, turn: Turn) -> None:
 
 
 def stop_cancelled(record: P, event: CancelledBy, turn: Turn) -> None:
-    _note_cancel(record, event)
+    _settle(record, event.peer, event.cancel.attempt)
     _stop(record, turn, Reason.CANCELLED)
 
 
 def answer_cancel_stopping(record: P, event: CancelledBy, turn: Turn) -> None:
-    _note_cancel(record, event)
+    _settle(record, event.peer, event.cancel.attempt)
     answer_stopping(record, event, turn)
 
 
@@ -409,4 +447,5 @@ def release_closing(record: P, event: object, turn: Turn) -> None:
 
 
 def bound_by_drain(record: P, event: object, turn: Turn) -> None:
+    record.ends_by = turn.now + turn.timings.drain_s
     turn.arm(_deadline_key(record), turn.timings.drain_s)

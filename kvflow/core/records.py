@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 from kvflow.core import consumer, consumer_table, peer, producer, producer_table
+from kvflow.core.clocks import Clocks
 from kvflow.core.consumer import ConsumerRecord
 from kvflow.core.deadlines import Deadlines
 from kvflow.core.effects import Moved
@@ -38,6 +39,7 @@ class Records:
         self.engine_of: dict[AgentName, PeerRecord] = {}
         self.population: Counter[tuple[str, str]] = Counter()
         self.deadlines = Deadlines()
+        self.clocks = Clocks()
 
     # -- find or make ----------------------------------------------------------------------------
 
@@ -64,6 +66,8 @@ class Records:
             )
             self.consumers[request_id] = record
             self.population[consumer.NAME, record.state] += 1
+        elif record.transfer_id != transfer_id:
+            self._unclaim(record)
         return record
 
     def engine(self, address: Address, now: float) -> PeerRecord:
@@ -86,6 +90,18 @@ class Records:
         """The latest load with this transfer id."""
         request_id = self.load_of.get(transfer_id)
         return self.consumers.get(request_id) if request_id is not None else None
+
+    def claim(self, transfer_id: TransferId, record: ConsumerRecord) -> None:
+        """This request's load is the latest with this transfer id."""
+        self.load_of[transfer_id] = record.request_id
+
+    def _unclaim(self, record: ConsumerRecord) -> None:
+        if self.load_of.get(record.transfer_id) == record.request_id:
+            del self.load_of[record.transfer_id]
+
+    def knows(self, agent: AgentName) -> bool:
+        """Whether some peer's record, in either role, has this agent."""
+        return agent in self.engine_of or agent in self.workers
 
     def peer(self, key: str) -> PeerRecord:
         worker = self.workers.get(AgentName(key))
@@ -135,15 +151,19 @@ class Records:
         if record.state == "forgotten":
             self.population[consumer.NAME, "forgotten"] -= 1
             del self.consumers[record.request_id]
-            if self.load_of.get(record.transfer_id) == record.request_id:
-                del self.load_of[record.transfer_id]
+            self._unclaim(record)
 
     def fire_peer(self, record: PeerRecord, trigger: str, event: Any, turn: Turn) -> None:
-        for agent in record.agents.values():
-            self.engine_of.pop(agent, None)
+        before = tuple(record.agents.values())
+        if record.address is not None:
+            for agent in before:
+                del self.engine_of[agent]
         self._fire(peer.TABLE, record, trigger, event, turn)
         if record.state == "met":
             self.engine_of.update(dict.fromkeys(record.agents.values(), record))
+        for agent in before:
+            if agent not in self.engine_of:
+                self.clocks.forget(agent)
         if record.state == "forgotten":
             self.population[peer.NAME, "forgotten"] -= 1
             self.deadlines.cancel((peer.NAME, record.key))
@@ -156,7 +176,7 @@ class Records:
         self.population[producer.NAME, "forgotten"] -= 1
         self.deadlines.cancel((producer.NAME, record.transfer_id))
         del self.producers[record.transfer_id]
-        settled = dict(record.cancelled)
+        settled = dict(record.settled)
         if record.registration is not None:
             settled[record.registration.peer] = max(
                 record.registration.attempt, settled.get(record.registration.peer, 0)

@@ -1,14 +1,22 @@
 """Every duration and limit that the machines use, with its unit in its name."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from kvflow.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
     """How long what may last. All in seconds, except counts.
 
+    The promise that blocks are not reused while a lost but living producer may write them (S2)
+    rests on `fence_s >= write_lease_s + slice_max_s`. A violated inequality is refused.
+
     lease_s            an unclaimed prefill is kept, and a registration is good, so long without
                        a renewal.
+    write_lease_s      slices may be posted so long after the consumer last sent a registration or
+                       renewal; then the write pauses until the next one comes.
+    slice_max_s        assumed bound on the time from asking `may_write` to the slice's last byte.
     hold_max_s         a registration without a prefill ends then, however often renewed.
     prefill_max_s      a prefill that vLLM neither finished nor aborted by then is given up.
     load_deadline_s    bound on a whole load, from allocation to the last byte.
@@ -16,9 +24,10 @@ class Timings:
     register_resend_s  an unanswered registration is sent again after this.
     cancel_resend_s    an unanswered cancel is sent again after this.
     cancel_deadline_s  a cancel unanswered for so long makes the silent peer a lost one.
+    stop_deadline_s    so does a write that the producer has been stopping for so long.
     fence_s            after a peer was torn down, blocks it might write are kept so long.
     renew_interval_s   time between two renewals to one peer.
-    renew_misses_max   a peer silent for so many intervals, while something is awaited, is lost.
+    renew_misses_max   a rank silent for so many intervals, while something is awaited, is lost.
     backoff_first_s, backoff_max_s
                        wait before a failed meeting is tried again; doubles from first to max.
     drain_s            at shutdown, writes under way may go on so long.
@@ -28,6 +37,8 @@ class Timings:
     """
 
     lease_s: float = 30.0
+    write_lease_s: float = 1.0
+    slice_max_s: float = 0.4
     hold_max_s: float = 120.0
     prefill_max_s: float = 600.0
     load_deadline_s: float = 300.0
@@ -35,12 +46,35 @@ class Timings:
     register_resend_s: float = 0.25
     cancel_resend_s: float = 0.25
     cancel_deadline_s: float = 3.0
-    fence_s: float = 1.0
-    renew_interval_s: float = 1.0
-    renew_misses_max: int = 4
+    stop_deadline_s: float = 15.0
+    fence_s: float = 1.5
+    renew_interval_s: float = 0.25
+    renew_misses_max: int = 12
     backoff_first_s: float = 0.2
     backoff_max_s: float = 5.0
     drain_s: float = 5.0
     write_drain_s: float = 5.0
     tombstone_s: float = 60.0
     peer_idle_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not value > 0:
+                raise ConfigurationError(each.name, value, "more than 0")
+        quiet_s = self.write_lease_s + self.slice_max_s
+        self._at_least("fence_s", quiet_s, "write_lease_s + slice_max_s")
+        self._at_least("write_lease_s", 2 * self.renew_interval_s, "2 * renew_interval_s")
+        self._at_least("lease_s", self.write_lease_s, "write_lease_s")
+        self._at_least("tombstone_s", 2 * self.fence_s, "2 * fence_s")
+        self._at_least("stop_deadline_s", self.cancel_deadline_s, "cancel_deadline_s")
+        self._at_least("backoff_max_s", self.backoff_first_s, "backoff_first_s")
+
+    @property
+    def loss_report_s(self) -> float:
+        """At most so long after a producer's death its loads are reported failed."""
+        return (self.renew_misses_max + 1) * self.renew_interval_s + self.fence_s
+
+    def _at_least(self, key: str, least: float, named: str) -> None:
+        if getattr(self, key) < least:
+            raise ConfigurationError(key, getattr(self, key), f"at least {named} = {least:g}")

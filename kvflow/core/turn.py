@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
+from kvflow.core.clocks import Clocks
 from kvflow.core.deadlines import Deadlines
 from kvflow.core.effects import Effect, SendNotice
 from kvflow.core.ledger import Ledger
@@ -72,11 +73,17 @@ class Turn:
     timings: Timings
     ledger: Ledger
     deadlines: Deadlines
+    clocks: Clocks
     effects: list[Effect] = field(default_factory=list)
     follow_ups: list[FollowUp] = field(default_factory=list)
 
     def send(self, agent: AgentName, notice: Notice) -> None:
         self.effects.append(SendNotice(agent=agent, notice=notice))
+
+    def write_until(self, agent: AgentName) -> float | None:
+        """Until when a producer may post slices, by its own clock; None if that is not known."""
+        clock_s = self.clocks.estimate(agent, self.now)
+        return None if clock_s is None else clock_s + self.timings.write_lease_s
 
     def arm(self, key: Hashable, seconds: float) -> None:
         self.deadlines.arm(key, self.now + seconds)

@@ -311,13 +311,17 @@ class Driver:
         """Send what the turn has collected; a peer that cannot be sent to is lost."""
         while self._outgoing:
             agent, notices = self._outgoing.popitem()
-            hello = None if agent in self._acquainted else self._hello
             try:
-                if agent not in self._remotes:
-                    raise TransportError(f"{agent} is not known (any more)")
-                self._port.send(agent, codec.encode_frame(notices, hello))
+                self._send(agent, notices)
             except TransportError as error:
                 self._turn(ev.NoticeFailed(agent=agent, detail=str(error)))
+
+    def _send(self, agent: AgentName, notices: list[Notice]) -> None:
+        """One frame; our coordinates go along until the peer has said anything."""
+        if agent not in self._remotes:
+            raise TransportError(f"{agent} is not known (any more)")
+        hello = None if agent in self._acquainted else self._hello
+        self._port.send(agent, codec.encode_frame(notices, hello))
 
 
 def _ids(blocks: Blocks) -> list[Int64s]:

@@ -14,7 +14,7 @@ from kvflow.ids import TRANSFER_ID_CHARS_MAX
 
 PROTOCOL_VERSION = 1
 FRAME_BYTES_MAX = 16 * 2**20
-"""A registration of 1 M tokens in blocks of 16 is under 400 kB; region tables are about as large."""
+"""A registration of 1 M tokens in blocks of 16 is under 400 kB; so is a large region table."""
 NOTICES_PER_FRAME_MAX = 4096
 RENEWALS_PER_NOTICE_MAX = 65536
 BLOCKS_PER_GROUP_MAX = 2**20
@@ -32,6 +32,8 @@ Attempt = Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+Clock = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+"""A reading of a worker's monotonic clock, in seconds."""
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Bytes = Annotated[int, msgspec.Meta(gt=0, lt=2**62)]
@@ -50,6 +52,7 @@ class Register(_Message, frozen=True, tag="register"):
     skip: Annotated[tuple[Count, ...], msgspec.Meta(max_length=GROUPS_MAX)]
     tokens: Count
     lease_s: Seconds
+    write_until_s: Clock | None
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):
@@ -57,6 +60,7 @@ class Accepted(_Message, frozen=True, tag="accepted"):
     transfer_id: TransferIdText
     attempt: Attempt
     standing: Standing
+    clock_s: Clock
 
 
 class Done(_Message, frozen=True, tag="done"):
@@ -84,6 +88,7 @@ class Renew(_Message, frozen=True, tag="renew"):
         tuple[tuple[TransferIdText, Attempt], ...],
         msgspec.Meta(max_length=RENEWALS_PER_NOTICE_MAX),
     ]
+    write_until_s: Clock | None
 
 
 class Alive(_Message, frozen=True, tag="alive"):
@@ -92,6 +97,7 @@ class Alive(_Message, frozen=True, tag="alive"):
         tuple[tuple[TransferIdText, Attempt, Standing, Reason | None], ...],
         msgspec.Meta(max_length=RENEWALS_PER_NOTICE_MAX),
     ]
+    clock_s: Clock
 
 
 NOTICES = (Register, Accepted, Done, Failed, Cancel, Renew, Alive)

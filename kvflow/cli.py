@@ -1,0 +1,124 @@
+"""The `kvflow` command."""
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvflow import __version__
+
+app = typer.Typer(
+    name="kvflow",
+    help="KV transfer for vLLM's split prefill and decode: every request a state machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class StatesFormat(enum.StrEnum):
+    """How `kvflow states` prints."""
+
+    MARKDOWN = "markdown"
+    MERMAID = "mermaid"
+    JSON = "json"
+
+
+class DispatchOption(enum.StrEnum):
+    """How `kvflow demo` sends the two legs."""
+
+    CONCURRENT = "concurrent"
+    SEQUENTIAL = "sequential"
+    BOTH = "both"
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+@app.command()
+def states(
+    output_format: Annotated[
+        StatesFormat, typer.Option("--format", help="What to print.")
+    ] = StatesFormat.MARKDOWN,
+    machine: Annotated[
+        str | None, typer.Option(help="Only this machine: producer, consumer or peer.")
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(help="Write specs/states.md and specs/diagrams/*.mmd under this directory."),
+    ] = None,
+) -> None:
+    """Print the state machines, drawn from the tables that run."""
+    from kvflow.core import TABLES
+    from kvflow.observe import states as documents
+
+    tables = [table for table in TABLES if machine in (None, table.name)]
+    if not tables:
+        names = ", ".join(table.name for table in TABLES)
+        raise typer.BadParameter(f"{machine!r} is not one of {names}", param_hint="--machine")
+    if write is not None:
+        (write / "diagrams").mkdir(parents=True, exist_ok=True)
+        (write / "states.md").write_text(documents.as_markdown(), encoding="utf-8")
+        for table in TABLES:
+            path = write / "diagrams" / f"{table.name}.mmd"
+            path.write_text(documents.as_mermaid(table), encoding="utf-8")
+        return
+    match output_format:
+        case StatesFormat.JSON:
+            typer.echo(documents.as_json(tables), nl=False)
+        case StatesFormat.MARKDOWN:
+            typer.echo(documents.as_markdown(tables), nl=False)
+        case StatesFormat.MERMAID:
+            typer.echo("\n".join(documents.as_mermaid(table) for table in tables), nl=False)
+
+
+@app.command()
+def demo(
+    dispatch: Annotated[
+        DispatchOption,
+        typer.Option(help="Both legs at once, decode after prefill, or one after the other."),
+    ] = DispatchOption.BOTH,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON on standard output.")
+    ] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Leave the engines up and print curl commands.")
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Where traces and engine logs go (default: a new one).")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests per dispatch order.")] = 8,
+    by_name: Annotated[
+        bool,
+        typer.Option("--by-name", help="Load the connector by its name, not its module path."),
+    ] = False,
+    model_directory: Annotated[
+        Path | None, typer.Option(help="Where the tiny model is made (default: the user's cache).")
+    ] = None,
+) -> None:
+    """Start a prefill and a decode engine, push KV from one to the other, compare tokens."""
+    from kvflow.demo.requests import Dispatch
+    from kvflow.demo.run import DemoOptions
+    from kvflow.demo.run import demo as run_demo
+
+    both = dispatch is DispatchOption.BOTH
+    orders = tuple(Dispatch) if both else (Dispatch(dispatch.value),)
+    options = DemoOptions(
+        dispatch=orders,
+        as_json=as_json,
+        keep=keep,
+        trace=trace,
+        requests=requests,
+        by_name=by_name,
+        model_directory=model_directory,
+    )
+    raise typer.Exit(run_demo(options))
+
+
+def main() -> None:
+    """Entry point."""
+    app()

@@ -1,0 +1,162 @@
+"""`KVFlowConnector`: vLLM's KVConnectorBase_V1 in terms of two halves. Delegation only."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvflow.connector.memory import check_supported
+from kvflow.connector.metadata import StepEvents, WorkerHello
+from kvflow.connector.scheduler import SchedulerHalf
+from kvflow.connector.worker import WorkerHalf
+from kvflow.settings import parse
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.kv_transfer import KVTransferConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
+    """Pushes KV from prefill to decode engines; every request is a state machine.
+
+    Raises `ConfigurationError` at start for a bad setting or an unsupported configuration.
+    """
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        role: KVConnectorRole,
+        kv_cache_config: "KVCacheConfig",
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None and transfer.engine_id is not None
+        settings = parse(transfer.kv_connector_extra_config)
+        check_supported(vllm_config, kv_cache_config)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(vllm_config, transfer.engine_id, settings)
+        else:
+            self._worker = WorkerHalf(
+                vllm_config, kv_cache_config, transfer.engine_id, settings
+            )
+
+    @property
+    def scheduler(self) -> SchedulerHalf:
+        """The scheduler half; a bug of the caller's in a worker."""
+        assert self._scheduler is not None
+        return self._scheduler
+
+    @property
+    def worker(self) -> WorkerHalf:
+        """The worker half; a bug of the caller's in the scheduler."""
+        assert self._worker is not None
+        return self._worker
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    # -- scheduler ---------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self.scheduler.tokens_to_load(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        self.scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        return self.scheduler.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        self.scheduler.reported(connector_output)
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.finished(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_events
+
+    def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
+        return tuple(self._kv_cache_config.transfer_group_ids)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        hellos = {rank: hello for rank, hello in metadata.items() if isinstance(hello, WorkerHello)}
+        self.scheduler.introduce(hellos)
+
+    # -- worker ------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self.worker.hello()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepEvents)
+        self.worker.take(connector_metadata.events)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.worker.rest(forward_context)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads end between steps."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing is saved by layer."""
+
+    def wait_for_save(self) -> None:
+        """Blocks stay pinned until they were read; there is nothing to wait for."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self.worker.results()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self.worker.take_changed_hello()
+
+    # -- sleep mode (vLLM 0.33) --------------------------------------------------------------------
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        self.worker.suspend()
+
+    def restore_kv_caches(self) -> None:
+        self.worker.resume()

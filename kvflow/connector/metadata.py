@@ -1,0 +1,38 @@
+"""What travels between vLLM's scheduler and its workers, inside one engine."""
+
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvflow.core.events import Event
+from kvflow.ids import Rank
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvents(KVConnectorMetadata):
+    """Scheduler -> every worker, once per step: what happened, in order."""
+
+    events: tuple[Event, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHello(KVConnectorHandshakeMetadata):
+    """Worker -> scheduler, at start: the worker's coordinates, encoded."""
+
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NewHellos(KVConnectorWorkerMetadata):
+    """Worker -> scheduler, after a wake-up: the workers' new coordinates, encoded."""
+
+    payloads: dict[Rank, bytes]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "NewHellos":
+        """Those of two workers."""
+        assert isinstance(other, NewHellos)
+        return NewHellos(self.payloads | other.payloads)

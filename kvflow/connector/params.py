@@ -1,0 +1,97 @@
+"""`kv_transfer_params` of one request: upstream's keys, checked, as values of ours.
+
+Keys that a decode leg may carry: `do_remote_prefill`, `remote_host`, `remote_port`, `transfer_id`,
+`remote_engine_id`, `remote_request_id`. Others (block ids, sizes) are upstream's business and are
+not read: engine id, ranks and sizes come from the meeting. A bad value is a `ConfigurationError`,
+which fails that request and nothing else.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvflow.errors import ConfigurationError
+from kvflow.ids import TRANSFER_ID_CHARS_MAX, Address, TransferId, is_transfer_id
+
+_RANDOM_SUFFIX_CHARS = 9
+"""vLLM appends "-" and eight random characters to the id that a client gave (`assign_request_id`),
+unless its VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set. Both are known here, so nothing is guessed:
+either exactly these nine are dropped, or none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remote:
+    """Where a decode leg's KV comes from."""
+
+    transfer_id: TransferId
+    address: Address
+    engine_id: str | None
+
+
+def wants_remote_prefill(params: object) -> bool:
+    """Whether the request is a decode leg."""
+    return isinstance(params, Mapping) and bool(params.get("do_remote_prefill"))
+
+
+def wants_remote_decode(params: object) -> bool:
+    """Whether the request is a prefill leg."""
+    return isinstance(params, Mapping) and bool(params.get("do_remote_decode"))
+
+
+def client_id(request_id: str, *, randomized: bool) -> str:
+    """The request id that the client or router gave, from vLLM's own."""
+    return request_id[:-_RANDOM_SUFFIX_CHARS] if randomized else request_id
+
+
+def prefill_transfer_id(
+    params: Mapping[str, object], request_id: str, *, randomized: bool
+) -> TransferId:
+    """The transfer id of a prefill leg: `transfer_id`, else the client's request id."""
+    given = params.get("transfer_id")
+    if given is None:
+        given = client_id(request_id, randomized=randomized)
+    return _transfer_id("transfer_id", given)
+
+
+def remote(params: Mapping[str, object], request_id: str, *, randomized: bool) -> Remote:
+    """The parameters of a decode leg.
+
+    The transfer id is `transfer_id`, else `remote_request_id` (a producer of ours puts the
+    transfer id there, for routers that know only upstream's keys), else the client's request id.
+    """
+    key, given = "transfer_id", params.get("transfer_id")
+    if given is None:
+        key, given = "remote_request_id", params.get("remote_request_id")
+    if given is None:
+        key, given = "X-Request-Id", client_id(request_id, randomized=randomized)
+    engine_id = params.get("remote_engine_id")
+    if engine_id is not None and not isinstance(engine_id, str):
+        raise _bad("remote_engine_id", engine_id, "a string, or absent")
+    return Remote(
+        transfer_id=_transfer_id(key, given),
+        address=Address(_host(params.get("remote_host")), _port(params.get("remote_port"))),
+        engine_id=engine_id,
+    )
+
+
+def _transfer_id(key: str, given: object) -> TransferId:
+    if not is_transfer_id(given):
+        allowed = f"1 to {TRANSFER_ID_CHARS_MAX} printable ASCII characters without spaces"
+        raise _bad(key, given, allowed)
+    assert isinstance(given, str)
+    return TransferId(given)
+
+
+def _host(given: object) -> str:
+    if not isinstance(given, str) or not given or len(given) > 255:
+        raise _bad("remote_host", given, "the producer's side-channel host name or address")
+    return given
+
+
+def _port(given: object) -> int:
+    if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= 65535:
+        raise _bad("remote_port", given, "the producer's side-channel port, an integer 1..65535")
+    return given
+
+
+def _bad(key: str, value: object, allowed: str) -> ConfigurationError:
+    return ConfigurationError(f"kv_transfer_params.{key}", value, allowed)

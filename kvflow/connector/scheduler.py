@@ -1,0 +1,276 @@
+"""The scheduler half: turns what vLLM's scheduler does into events for the workers.
+
+Rules: decides nothing about a transfer; answers vLLM's questions about one request from that
+request's parameters, and remembers only whether its load was asked for. A bad parameter never
+raises into the scheduler: it becomes an event that fails that one load.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm import envs
+from vllm.v1.request import RequestStatus
+
+from kvflow.connector import params as p
+from kvflow.connector.metadata import NewHellos, StepEvents, WorkerHello
+from kvflow.core.events import (
+    BlocksAllocated,
+    Event,
+    LoadAborted,
+    LoadRefused,
+    PrefillAborted,
+    PrefillFinished,
+    PrefillPreempted,
+    PrefillStarted,
+    ReleaseWanted,
+)
+from kvflow.errors import ConfigurationError, TransportError
+from kvflow.ids import Address, Rank, RequestId, TransferId, new_incarnation
+from kvflow.io.side_channel import SideChannelServer
+from kvflow.io.thread import LoopThread
+from kvflow.observe.log import get_logger
+from kvflow.settings import Settings
+from kvflow.wire import codec
+from kvflow.wire import messages as m
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_FINISHED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class SchedulerHalf:
+    """One engine's requests, as far as transfers concern them.
+
+    Invariant: a request is in `_prefills` from its first allocation to its end, and in `_loads`
+    from the allocation of its load until vLLM has taken the report.
+    """
+
+    def __init__(self, config: "VllmConfig", engine_id: str, settings: Settings) -> None:
+        assert config.kv_transfer_config is not None
+        self._config = config
+        self._engine_id = engine_id
+        self._settings = settings
+        self._block_size = config.cache_config.block_size
+        self._randomized = not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION
+        self._listens = config.kv_transfer_config.is_kv_producer
+        self.address = Address(
+            envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
+            envs.VLLM_NIXL_SIDE_CHANNEL_PORT + config.parallel_config.data_parallel_index,
+        )
+        self._attempts = itertools.count(1)
+        self._events: list[Event] = []
+        self._prefills: dict[RequestId, TransferId] = {}
+        self._loads: set[RequestId] = set()
+        self._asked: set[RequestId] = set()
+        self._hellos: dict[Rank, m.Hello] = {}
+        self._incarnation = new_incarnation()
+        self._thread: LoopThread | None = None
+        self._log = get_logger("scheduler", engine=engine_id[:8])
+
+    # -- side channel ------------------------------------------------------------------------------
+
+    def introduce(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
+        """Serve the workers' coordinates. Raises `TransportError` if the port is taken."""
+        self._note_hellos((Rank(*rank), hello.payload) for rank, hello in hellos.items())
+        if not self._listens or self._thread is not None:
+            return
+        server = SideChannelServer(
+            reply=self._reply,
+            refused=lambda kind, detail: self._log.warning(f"refused {kind}", detail=detail),
+            connections_max=self._settings.side_channel_connections_max,
+        )
+        self._thread = LoopThread("kvflow-side-channel")
+        try:
+            self.address = self._thread.run(server.start(self.address), 10.0)
+        except TransportError:
+            self.close()
+            raise
+        self._log.info("side channel listens", address=self.address)
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        if self._thread is not None:
+            self._thread.stop()
+            self._thread = None
+
+    def _note_hellos(self, payloads: Iterable[tuple[Rank, bytes]]) -> None:
+        self._hellos |= {rank: codec.decode_hello(payload) for rank, payload in payloads}
+
+    def _reply(self) -> m.MeetReply:
+        ranks = tuple(hello for _, hello in sorted(self._hellos.items()))
+        return m.MeetReply(
+            engine_id=self._engine_id, incarnation=self._incarnation, ranks=ranks
+        )
+
+    # -- loads -------------------------------------------------------------------------------------
+
+    def tokens_to_load(self, request: "Request", computed: int) -> tuple[int, bool]:
+        """How many prompt tokens a producer will deliver beyond the `computed` ones."""
+        if not self._may_load(request):
+            return 0, False
+        count = request.num_prompt_tokens - computed
+        return (count, True) if count > 0 else (0, False)
+
+    def allocated(self, request: "Request", blocks: "KVCacheBlocks", external: int) -> None:
+        """vLLM allocated blocks; `external` tokens of them are to be delivered."""
+        if p.wants_remote_decode(request.kv_transfer_params):
+            self._prefill_started(request)
+        if not self._may_load(request):
+            return
+        self._asked.add(RequestId(request.request_id))
+        if external > 0:
+            self._loads.add(RequestId(request.request_id))
+            self._events.append(self._load(request, blocks, external))
+        else:
+            self._release(request)
+
+    def _may_load(self, request: "Request") -> bool:
+        """A decode leg loads once; afterwards whatever is missing is computed here."""
+        return (
+            p.wants_remote_prefill(request.kv_transfer_params)
+            and request.request_id not in self._asked
+        )
+
+    def _load(
+        self, request: "Request", blocks: "KVCacheBlocks", external: int
+    ) -> BlocksAllocated | LoadRefused:
+        request_id = RequestId(request.request_id)
+        attempt = next(self._attempts)
+        tokens = request.num_prompt_tokens
+        try:
+            remote = self._remote(request)
+        except ConfigurationError as error:
+            self._log.warning("load refused", request=request_id, error=error)
+            return LoadRefused(
+                transfer_id=TransferId(request_id[:256]),
+                request_id=request_id,
+                attempt=attempt,
+                detail=str(error),
+            )
+        here, left = divmod(tokens - external, self._block_size)
+        assert left == 0, "vLLM presents block-aligned local hits"
+        stop = -(-tokens // self._block_size)
+        groups = blocks.get_block_ids()
+        return BlocksAllocated(
+            transfer_id=remote.transfer_id,
+            request_id=request_id,
+            attempt=attempt,
+            address=remote.address,
+            engine_id=remote.engine_id,
+            blocks=tuple(tuple(ids[here:stop]) for ids in groups),
+            skip=tuple(here for _ in groups),
+            tokens=tokens,
+        )
+
+    def _release(self, request: "Request") -> None:
+        """Nothing has to be moved: the producer need not keep its blocks."""
+        try:
+            remote = self._remote(request)
+        except ConfigurationError as error:
+            self._log.warning("no release", request=request.request_id, error=error)
+            return
+        self._events.append(
+            ReleaseWanted(
+                transfer_id=remote.transfer_id,
+                request_id=RequestId(request.request_id),
+                attempt=next(self._attempts),
+                address=remote.address,
+                engine_id=remote.engine_id,
+            )
+        )
+
+    def _remote(self, request: "Request") -> p.Remote:
+        assert request.kv_transfer_params is not None
+        return p.remote(
+            request.kv_transfer_params, request.request_id, randomized=self._randomized
+        )
+
+    # -- prefills ----------------------------------------------------------------------------------
+
+    def _prefill_started(self, request: "Request") -> None:
+        assert request.kv_transfer_params is not None
+        request_id = RequestId(request.request_id)
+        try:
+            transfer_id = p.prefill_transfer_id(
+                request.kv_transfer_params, request_id, randomized=self._randomized
+            )
+        except ConfigurationError as error:
+            self._log.warning("prefill without transfer", request=request_id, error=error)
+            return
+        self._prefills[request_id] = transfer_id
+        self._events.append(PrefillStarted(transfer_id=transfer_id, request_id=request_id))
+
+    def _prefill_ended(
+        self, request: "Request", blocks: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        request_id = RequestId(request.request_id)
+        transfer_id = self._prefills.pop(request_id, None)
+        if transfer_id is None:
+            return False, None
+        if request.status not in _FINISHED or not any(blocks):
+            self._events.append(PrefillAborted(transfer_id=transfer_id, request_id=request_id))
+            return False, None
+        self._events.append(
+            PrefillFinished(
+                transfer_id=transfer_id,
+                request_id=request_id,
+                blocks=tuple(tuple(ids) for ids in blocks),
+                tokens=request.num_computed_tokens,
+            )
+        )
+        return True, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": transfer_id,
+            "remote_block_ids": blocks,
+            "remote_engine_id": self._engine_id,
+            "remote_request_id": transfer_id,
+            "remote_host": self.address.host,
+            "remote_port": self.address.port,
+            "tp_size": self._config.parallel_config.tensor_parallel_size,
+            "pp_size": self._config.parallel_config.pipeline_parallel_size,
+            "remote_num_tokens": request.num_computed_tokens,
+            "transfer_mode": "push",
+        }
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def finished(
+        self, request: "Request", blocks: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended; returns whether its blocks must be kept, and the answer's parameters."""
+        request_id = RequestId(request.request_id)
+        if request_id in self._loads:
+            self._events.append(LoadAborted(request_id=request_id))
+        elif self._may_load(request):
+            self._release(request)
+        self._asked.discard(request_id)
+        return self._prefill_ended(request, blocks)
+
+    def step(self, output: "SchedulerOutput") -> StepEvents:
+        """Everything that happened since the last step."""
+        preempted = [
+            PrefillPreempted(transfer_id=self._prefills[RequestId(id_)], request_id=RequestId(id_))
+            for id_ in sorted(output.preempted_req_ids or ())
+            if id_ in self._prefills
+        ]
+        events, self._events = self._events, []
+        return StepEvents((*preempted, *events))
+
+    def reported(self, output: "KVConnectorOutput") -> None:
+        """The workers' reports have reached the scheduler."""
+        self._loads.difference_update(output.finished_recving or ())
+        if isinstance(output.kv_connector_worker_meta, NewHellos):
+            self._note_hellos(output.kv_connector_worker_meta.payloads.items())
+            self._incarnation = new_incarnation()
+
+    @property
+    def has_events(self) -> bool:
+        """Whether a step is needed to hand events over."""
+        return bool(self._events)

@@ -1,0 +1,124 @@
+"""The worker half: hands step events to the loop thread, and its reports to vLLM."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvflow.connector.memory import facts_of, regions_of
+from kvflow.connector.metadata import NewHellos, WorkerHello
+from kvflow.core.events import Event
+from kvflow.ids import AgentName, Rank, new_incarnation
+from kvflow.io.coordinates import Identity
+from kvflow.io.nixl_port import NixlPort
+from kvflow.io.transfer_loop import TransferLoop
+from kvflow.observe.log import get_logger
+from kvflow.observe.trace import from_environment
+from kvflow.observe.watch import Watch
+from kvflow.settings import Settings
+from kvflow.wire import codec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class WorkerHalf:
+    """One worker's transfers."""
+
+    def __init__(
+        self, config: "VllmConfig", kv_config: KVCacheConfig, engine_id: str, settings: Settings
+    ) -> None:
+        self._config = config
+        self._kv_config = kv_config
+        self._engine_id = engine_id
+        self._settings = settings
+        self._rank = Rank(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
+        self._caches: dict[str, torch.Tensor] = {}
+        self._hello: bytes | None = None
+        self._changed_hello: bytes | None = None
+        fields = {"engine": engine_id[:8], "rank": str(self._rank)}
+        self._log = get_logger("worker", **fields)
+        self.loop = TransferLoop(
+            settings=settings,
+            make_port=self._make_port,
+            observer=Watch(from_environment(engine_id, self._rank), **fields),
+            name=f"kvflow-{self._rank}",
+        )
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def register(self, caches: dict[str, torch.Tensor]) -> None:
+        """Register the KV caches and start looking for news."""
+        self._caches = caches
+        self._hello = self._open()
+
+    def suspend(self) -> None:
+        """Before vLLM unmaps the caches: end what is live and deregister."""
+        self.loop.suspend()
+        self._hello = None
+
+    def resume(self) -> None:
+        """After vLLM mapped them again: register, as a new incarnation."""
+        if self._hello is None and self._caches:
+            self._hello = self._changed_hello = self._open()
+
+    def hello(self) -> WorkerHello | None:
+        """This worker's coordinates, for the side channel."""
+        return WorkerHello(self._hello) if self._hello is not None else None
+
+    def take_changed_hello(self) -> NewHellos | None:
+        """The same after a wake-up, once."""
+        payload, self._changed_hello = self._changed_hello, None
+        return NewHellos({self._rank: payload}) if payload is not None else None
+
+    def close(self) -> None:
+        """Tell the peers, deregister, end the thread. Idempotent."""
+        self.loop.close()
+
+    def _open(self) -> bytes:
+        regions = regions_of(self._caches, self._kv_config)
+        identity = Identity(
+            engine_id=self._engine_id,
+            incarnation=new_incarnation(),
+            rank=self._rank,
+            facts=facts_of(self._config, self._caches, self._kv_config),
+            regions=regions,
+        )
+        hello = self.loop.open(identity)
+        self._log.info(
+            "memory registered",
+            agent=hello.agent,
+            layers=len(regions),
+            blocks=regions[0].blocks,
+            block_bytes=regions[0].block_bytes,
+            memory=regions[0].memory,
+            metadata_bytes=len(hello.metadata),
+        )
+        return codec.encode(hello)
+
+    def _make_port(self, identity: Identity) -> NixlPort:
+        name = AgentName(f"{identity.engine_id[:32]}/{identity.rank}/{identity.incarnation}")
+        return NixlPort(name, backends=self._settings.nixl_backends)
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def take(self, events: Iterable[Event]) -> None:
+        """What the scheduler says happened."""
+        self.loop.submit(events)
+
+    def rest(self, forward_context: Any) -> None:
+        """In a step without model work there is nothing to do but to wait for news."""
+        if forward_context.attn_metadata is None:
+            self.loop.outbox.wait(self._settings.idle_wait_ms / 1000)
+
+    def results(self) -> KVConnectorTransferResults:
+        """What has ended since the last step."""
+        sent, received = self.loop.outbox.take()
+        return KVConnectorTransferResults(
+            finished_sending=set(sent),
+            finished_recving={request_id for request_id, _ in received},
+            failed_recving={request_id for request_id, reason in received if reason},
+        )

@@ -1,0 +1,115 @@
+"""A seeded network between named agents.
+
+Rules: it decides only *whether and when* a frame arrives; the world delivers it. Frames in flight
+are beyond its reach: `heal` does not call back a straggler.
+"""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvflow.core.notices import Notice
+from kvflow.ids import AgentName, Incarnation, Rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A sender's coordinates, sent along until it has heard from the receiver."""
+
+    incarnation: Incarnation
+    rank: Rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """One notification on its way."""
+
+    sender: AgentName
+    receiver: AgentName
+    notice: Notice
+    hello: Hello | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Weather:
+    """How bad the network is: probabilities, and delays in seconds.
+
+    straggle  probability that a frame, or the second copy of a doubled one, takes up to
+              `straggle_s` instead of `delay_s`.
+    """
+
+    loss: float = 0.0
+    double: float = 0.0
+    straggle: float = 0.0
+    delay_s: float = 0.001
+    straggle_s: float = 3.0
+
+
+FAIR = Weather()
+Matches = Callable[[Frame], bool]
+
+
+class Network:
+    """Says when frames arrive, and which pairs of agents can reach each other."""
+
+    def __init__(self, rng: random.Random, weather: Weather = FAIR) -> None:
+        self.weather = weather
+        self._rng = rng
+        self._notices_cut: set[frozenset[AgentName]] = set()
+        self._data_cut: set[frozenset[AgentName]] = set()
+        self._losing: list[tuple[Matches, float]] = []
+
+    # -- faults ----------------------------------------------------------------------------------
+
+    def cut(self, one: AgentName, other: AgentName, *, data: bool) -> None:
+        """No notice passes between these two any more, and if `data`, no write either."""
+        self._notices_cut.add(frozenset((one, other)))
+        if data:
+            self._data_cut.add(frozenset((one, other)))
+
+    def lose(self, matches: Matches, count: float = 1) -> None:
+        """The next `count` frames that match are lost."""
+        self._losing.append((matches, count))
+
+    def lose_all(self, matches: Matches) -> None:
+        self.lose(matches, math.inf)
+
+    def heal(self) -> None:
+        """From now on everything arrives, once and soon."""
+        self.weather = FAIR
+        self._notices_cut.clear()
+        self._data_cut.clear()
+        self._losing.clear()
+
+    # -- questions of the world ------------------------------------------------------------------
+
+    def arrivals(self, frame: Frame) -> list[float]:
+        """After how many seconds copies of this frame arrive; none when it is lost."""
+        if frozenset((frame.sender, frame.receiver)) in self._notices_cut or self._is_lost(frame):
+            return []
+        copies = 1 + (self._rng.random() < self.weather.double)
+        return [self._delay(copy) for copy in range(copies)]
+
+    def carries_data(self, one: AgentName, other: AgentName) -> bool:
+        """Whether a write between these two can land."""
+        return frozenset((one, other)) not in self._data_cut
+
+    def is_cut(self, one: AgentName, other: AgentName) -> bool:
+        """Whether notices between these two are lost."""
+        return frozenset((one, other)) in self._notices_cut
+
+    def _is_lost(self, frame: Frame) -> bool:
+        for index, (matches, count) in enumerate(self._losing):
+            if matches(frame):
+                if count <= 1:
+                    del self._losing[index]
+                else:
+                    self._losing[index] = (matches, count - 1)
+                return True
+        return self._rng.random() < self.weather.loss
+
+    def _delay(self, copy: int) -> float:
+        straggles = self._rng.random() < self.weather.straggle
+        most = self.weather.straggle_s if straggles else self.weather.delay_s
+        return most if self.weather is FAIR else self._rng.uniform(0.0, most)
