@@ -19,7 +19,7 @@ AgentName = NewType("AgentName", str)
 Incarnation = NewType("Incarnation", str)
 
 TRANSFER_ID_CHARS_MAX = 256
-_TRANSFER_ID = re.compile(r"[!-~]{1,%d}" % TRANSFER_ID_CHARS_MAX)
+_TRANSFER_ID = re.compile(rf"[!-~]{{1,{TRANSFER_ID_CHARS_MAX}}}")
 
 
 class Rank(NamedTuple):

@@ -54,9 +54,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(vllm_config, transfer.engine_id, settings)
         else:
-            self._worker = WorkerHalf(
-                vllm_config, kv_cache_config, transfer.engine_id, settings
-            )
+            self._worker = WorkerHalf(vllm_config, kv_cache_config, transfer.engine_id, settings)
 
     @property
     def scheduler(self) -> SchedulerHalf:

@@ -6,7 +6,7 @@ raises into the scheduler: it becomes an event that fails that one load.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
@@ -25,14 +25,11 @@ from kvflow.core.events import (
     PrefillStarted,
     ReleaseWanted,
 )
-from kvflow.errors import ConfigurationError, TransportError
-from kvflow.ids import Address, Rank, RequestId, TransferId, new_incarnation
-from kvflow.io.side_channel import SideChannelServer
-from kvflow.io.thread import LoopThread
+from kvflow.errors import ConfigurationError
+from kvflow.ids import Address, Rank, RequestId, TransferId
+from kvflow.io.side_channel import SideChannel
 from kvflow.observe.log import get_logger
 from kvflow.settings import Settings
-from kvflow.wire import codec
-from kvflow.wire import messages as m
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,7 +52,6 @@ class SchedulerHalf:
         assert config.kv_transfer_config is not None
         self._config = config
         self._engine_id = engine_id
-        self._settings = settings
         self._block_size = config.cache_config.block_size
         self._randomized = not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION
         self._listens = config.kv_transfer_config.is_kv_producer
@@ -68,45 +64,26 @@ class SchedulerHalf:
         self._prefills: dict[RequestId, TransferId] = {}
         self._loads: set[RequestId] = set()
         self._asked: set[RequestId] = set()
-        self._hellos: dict[Rank, m.Hello] = {}
-        self._incarnation = new_incarnation()
-        self._thread: LoopThread | None = None
         self._log = get_logger("scheduler", engine=engine_id[:8])
+        self._side_channel = SideChannel(
+            engine_id=engine_id,
+            refused=lambda kind, detail: self._log.warning(f"refused {kind}", detail=detail),
+            connections_max=settings.side_channel_connections_max,
+        )
 
     # -- side channel ------------------------------------------------------------------------------
 
     def introduce(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
         """Serve the workers' coordinates. Raises `TransportError` if the port is taken."""
-        self._note_hellos((Rank(*rank), hello.payload) for rank, hello in hellos.items())
-        if not self._listens or self._thread is not None:
+        if not self._listens:
             return
-        server = SideChannelServer(
-            reply=self._reply,
-            refused=lambda kind, detail: self._log.warning(f"refused {kind}", detail=detail),
-            connections_max=self._settings.side_channel_connections_max,
-        )
-        self._thread = LoopThread("kvflow-side-channel")
-        try:
-            self.address = self._thread.run(server.start(self.address), 10.0)
-        except TransportError:
-            self.close()
-            raise
+        self._side_channel.introduce({Rank(*rank): h.payload for rank, h in hellos.items()})
+        self.address = self._side_channel.listen(self.address)
         self._log.info("side channel listens", address=self.address)
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
-        if self._thread is not None:
-            self._thread.stop()
-            self._thread = None
-
-    def _note_hellos(self, payloads: Iterable[tuple[Rank, bytes]]) -> None:
-        self._hellos |= {rank: codec.decode_hello(payload) for rank, payload in payloads}
-
-    def _reply(self) -> m.MeetReply:
-        ranks = tuple(hello for _, hello in sorted(self._hellos.items()))
-        return m.MeetReply(
-            engine_id=self._engine_id, incarnation=self._incarnation, ranks=ranks
-        )
+        self._side_channel.close()
 
     # -- loads -------------------------------------------------------------------------------------
 
@@ -187,9 +164,7 @@ class SchedulerHalf:
 
     def _remote(self, request: "Request") -> p.Remote:
         assert request.kv_transfer_params is not None
-        return p.remote(
-            request.kv_transfer_params, request.request_id, randomized=self._randomized
-        )
+        return p.remote(request.kv_transfer_params, request.request_id, randomized=self._randomized)
 
     # -- prefills ----------------------------------------------------------------------------------
 
@@ -267,8 +242,7 @@ class SchedulerHalf:
         """The workers' reports have reached the scheduler."""
         self._loads.difference_update(output.finished_recving or ())
         if isinstance(output.kv_connector_worker_meta, NewHellos):
-            self._note_hellos(output.kv_connector_worker_meta.payloads.items())
-            self._incarnation = new_incarnation()
+            self._side_channel.introduce(output.kv_connector_worker_meta.payloads)
 
     @property
     def has_events(self) -> bool:

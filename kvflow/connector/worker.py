@@ -19,7 +19,6 @@ from kvflow.observe.log import get_logger
 from kvflow.observe.trace import from_environment
 from kvflow.observe.watch import Watch
 from kvflow.settings import Settings
-from kvflow.wire import codec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -90,14 +89,14 @@ class WorkerHalf:
         hello = self.loop.open(identity)
         self._log.info(
             "memory registered",
-            agent=hello.agent,
+            incarnation=identity.incarnation,
             layers=len(regions),
             blocks=regions[0].blocks,
             block_bytes=regions[0].block_bytes,
             memory=regions[0].memory,
-            metadata_bytes=len(hello.metadata),
+            hello_bytes=len(hello),
         )
-        return codec.encode(hello)
+        return hello
 
     def _make_port(self, identity: Identity) -> NixlPort:
         name = AgentName(f"{identity.engine_id[:32]}/{identity.rank}/{identity.incarnation}")

@@ -92,7 +92,7 @@ def _silent(record: R, event: Tick, turn: Turn) -> list[Rank]:
 def is_unused(record: R, event: object, turn: Turn) -> bool:
     """Nothing has depended on it for a long time.
 
-    A producer remembers a consumer for twice as long as the consumer the producer: else the consumer
+    A producer remembers a consumer for twice as long as the consumer the producer: else a consumer
     might speak to one that has forgotten its coordinates.
     """
     idle_s = turn.timings.peer_idle_s * (1 if record.address else 2)

@@ -279,12 +279,11 @@ class EnginePair:
         return tuple(self._engines)
 
     def __enter__(self) -> Self:
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(stop_engines, self._engines)
             for settings in self._settings:
                 self._engines.append(start_engine(settings))
-        except BaseException:
-            stop_engines(self._engines)
-            raise
+            undo.pop_all()
         return self
 
     def __exit__(

@@ -10,6 +10,7 @@ Known limit: an unexpected exception inside a turn loses that turn's effects. It
 event, a load or a prefill that vLLM waits for is reported as ended, and the others go on.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -110,9 +111,11 @@ class Driver:
 
     @property
     def can_post(self) -> bool:
-        """Whether a write has a slice that could be posted now."""
+        """Whether a write has a slice that may be posted now."""
         in_flight_max = self._settings.posts_in_flight_max
-        return any(write.can_post(in_flight_max) for write in self._writes)
+        return any(
+            write.can_post(in_flight_max) and self._may_write(write) for write in self._writes
+        )
 
     # -- turns -------------------------------------------------------------------------------------
 
@@ -146,24 +149,37 @@ class Driver:
         for agent in list(self._remotes):
             self.take(ev.NoticeFailed(agent=agent, detail=why))
 
+    def abandon(self) -> None:
+        """Once the port is closed nothing can land or be read: report what vLLM still waits for."""
+        records, ledger = self.engine.records, self.engine.ledger
+        for load in records.consumers.values():
+            if ledger.holds(load.request_id):
+                self._results.received(load.request_id, Reason.SHUTDOWN)
+        for transfer in records.producers.values():
+            if transfer.request_id is not None and ledger.pins(transfer.request_id):
+                self._results.sent(transfer.request_id)
+
     # -- events ------------------------------------------------------------------------------------
 
     def _turn(self, event: ev.Event) -> None:
         self._guarded("event", event, lambda: self.engine.receive(event, self._clock()))
 
-    def _guarded(
-        self, what: str, event: ev.Event | None, step: Callable[[], list[Effect]]
-    ) -> None:
+    def _guarded(self, what: str, event: ev.Event | None, step: Callable[[], list[Effect]]) -> None:
         """Here, and only here, a bug becomes a report instead of a dead thread."""
         try:
-            for effect in step():
-                self._perform(effect)
+            effects = step()
         except Exception as error:
             self._observer.failed(f"{what} {event}", error)
             if isinstance(event, ev.BlocksAllocated | ev.LoadRefused):
                 self._results.received(event.request_id, Reason.ABORTED)
             if isinstance(event, ev.PrefillFinished):
                 self._results.sent(event.request_id)
+            return
+        for effect in effects:
+            try:
+                self._perform(effect)
+            except Exception as error:
+                self._observer.failed(f"effect {effect}", error)
 
     def _receive(self) -> list[tuple[AgentName, bytes]]:
         try:
@@ -195,8 +211,7 @@ class Driver:
             except IncompatiblePeersError as error:
                 refusal, regions = str(error), ()
                 self._observer.refused("peer", f"{sender}: {error}")
-            self._port.add_peer(hello.metadata)
-            self._remotes[sender] = regions
+            self._add(sender, hello.metadata, regions)
         elif sender in self.engine.records.workers:
             return
         introduced = ev.PeerIntroduced(
@@ -234,12 +249,16 @@ class Driver:
         regions = self.identity.check(hello)
         agent = AgentName(hello.agent)
         if agent not in self._remotes:
-            name = self._port.add_peer(hello.metadata)
-            if name != agent:
-                self._port.remove_peer(name)
-                raise RemoteProtocolError(f"{agent} is called {name} in its own metadata")
-            self._remotes[agent] = regions
+            self._add(agent, hello.metadata, regions)
         return agent
+
+    def _add(self, agent: AgentName, metadata: bytes, regions: tuple[Region, ...]) -> None:
+        name = self._port.add_peer(metadata)
+        if name != agent:
+            if name not in self._remotes:
+                self._port.remove_peer(name)
+            raise RemoteProtocolError(f"{agent} is called {name} in its own metadata")
+        self._remotes[agent] = regions
 
     # -- effects -----------------------------------------------------------------------------------
 
@@ -282,8 +301,9 @@ class Driver:
         try:
             blocks = list(zip(_ids(order.source), _ids(order.destination), strict=True))
             planned = plan(self.identity.regions, self._remotes[order.agent], blocks)
-        except (ValueError, KeyError) as error:
-            write.failure = f"no plan: {error}"
+        except Exception as error:
+            self._observer.failed(f"plan of {order.transfer_id}", error)
+            write.failure = f"no plan: {error!r}"
         else:
             settings = self._settings
             write.rest = (
@@ -295,17 +315,15 @@ class Driver:
 
     def _advance_writes(self) -> None:
         for write in list(self._writes):
-            order = write.order
-            answer = write.advance(
-                self._port,
-                lambda order=order: self.engine.may_write(  # type: ignore[misc]
-                    order.transfer_id, order.attempt, self._clock()
-                ),
-                self._settings.posts_in_flight_max,
-            )
+            may_post = functools.partial(self._may_write, write)
+            answer = write.advance(self._port, may_post, self._settings.posts_in_flight_max)
             if answer is not None:
                 self._writes.remove(write)
                 self._turn(answer)
+
+    def _may_write(self, write: Write) -> bool:
+        order = write.order
+        return self.engine.may_write(order.transfer_id, order.attempt, self._clock())
 
     def _flush(self) -> None:
         """Send what the turn has collected; a peer that cannot be sent to is lost."""
@@ -317,11 +335,18 @@ class Driver:
                 self._turn(ev.NoticeFailed(agent=agent, detail=str(error)))
 
     def _send(self, agent: AgentName, notices: list[Notice]) -> None:
-        """One frame; our coordinates go along until the peer has said anything."""
+        """One frame, or more if that is too long; our coordinates go along until the peer has
+        said anything."""
         if agent not in self._remotes:
             raise TransportError(f"{agent} is not known (any more)")
         hello = None if agent in self._acquainted else self._hello
-        self._port.send(agent, codec.encode_frame(notices, hello))
+        payload = codec.encode_frame(notices, hello)
+        if len(notices) > 1 and not codec.is_sendable(len(notices), len(payload)):
+            half = len(notices) // 2
+            self._send(agent, notices[:half])
+            self._send(agent, notices[half:])
+            return
+        self._port.send(agent, payload)
 
 
 def _ids(blocks: Blocks) -> list[Int64s]:

@@ -7,16 +7,18 @@ whatever arrives, it goes on serving.
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvflow.errors import RemoteProtocolError, TransportError
-from kvflow.ids import Address
+from kvflow.ids import Address, Rank, new_incarnation
+from kvflow.io.thread import LoopThread
 from kvflow.wire import codec
 from kvflow.wire import messages as m
 
 _LENGTH_BYTES = 4
 _REQUEST_BYTES_MAX = 4096
 _REQUEST_TIMEOUT_S = 5.0
+_START_TIMEOUT_S = 10.0
 
 
 async def meet(address: Address, engine_id: str, timeout_s: float) -> m.MeetReply:
@@ -30,7 +32,8 @@ async def meet(address: Address, engine_id: str, timeout_s: float) -> m.MeetRepl
             return await _ask(address, engine_id)
     except TimeoutError as error:
         raise TransportError(f"{address} did not answer in {timeout_s} s") from error
-    except (OSError, asyncio.IncompleteReadError) as error:
+    except (OSError, asyncio.IncompleteReadError, UnicodeError) as error:
+        # UnicodeError: a host name that cannot be one, such as "a..b".
         raise TransportError(f"{address}: {error}") from error
 
 
@@ -92,6 +95,8 @@ class SideChannelServer:
                 await self._answer(reader, writer)
         except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
             self._refused("connection", f"{type(error).__name__}: {error}")
+            # Else a reply that nobody reads would keep the connection open for ever.
+            writer.transport.abort()
         finally:
             self._connections -= 1
             writer.close()
@@ -107,6 +112,59 @@ class SideChannelServer:
         else:
             _send(writer, codec.encode(self._reply()))
         await writer.drain()
+
+
+class SideChannel:
+    """A server on a thread of its own, answering with the coordinates of an engine's workers.
+
+    refused  told what was refused, in the server's thread.
+    """
+
+    def __init__(
+        self, *, engine_id: str, refused: Callable[[str, str], None], connections_max: int
+    ) -> None:
+        self._engine_id = engine_id
+        self._incarnation = new_incarnation()
+        self._hellos: dict[Rank, m.Hello] = {}
+        self._thread: LoopThread | None = None
+        self._server = SideChannelServer(
+            reply=self._reply, refused=refused, connections_max=connections_max
+        )
+
+    def introduce(self, payloads: Mapping[Rank, bytes]) -> None:
+        """Workers' coordinates, encoded; those of a rank replace older ones of it.
+
+        Raises `RemoteProtocolError`.
+        """
+        hellos = {rank: codec.decode_hello(payload) for rank, payload in payloads.items()}
+        self._hellos = self._hellos | hellos
+        self._incarnation = new_incarnation()
+
+    def listen(self, address: Address) -> Address:
+        """Start to serve; returns the address, with the port that the system chose if it was 0.
+
+        Raises `TransportError` if the address cannot be bound.
+        """
+        self._thread = LoopThread("kvflow-side-channel")
+        try:
+            return self._thread.run(self._server.start(address), _START_TIMEOUT_S)
+        except TransportError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stop serving. Idempotent."""
+        if self._thread is not None:
+            self._thread.run(self._server.close(), _START_TIMEOUT_S)
+            self._thread.stop()
+            self._thread = None
+
+    def _reply(self) -> m.MeetReply:
+        return m.MeetReply(
+            engine_id=self._engine_id,
+            incarnation=self._incarnation,
+            ranks=tuple(hello for _, hello in sorted(self._hellos.items())),
+        )
 
 
 def _send(writer: asyncio.StreamWriter, payload: bytes) -> None:

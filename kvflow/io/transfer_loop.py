@@ -8,6 +8,8 @@ a write can be posted, the loop looks again at once, between its other work.
 """
 
 import asyncio
+import contextlib
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -23,9 +25,12 @@ from kvflow.io.side_channel import meet
 from kvflow.io.thread import LoopThread, Outbox
 from kvflow.io.timer import PollTimer
 from kvflow.settings import Settings
+from kvflow.wire import codec
 from kvflow.wire import messages as m
 
 _START_TIMEOUT_S = 120.0
+_CLOSE_TIMEOUT_S = 10.0
+"""For what closing takes beside `drain_s`."""
 
 
 class TransferLoop:
@@ -54,7 +59,7 @@ class TransferLoop:
         self._driver: Driver | None = None
         self._timer: PollTimer | None = None
         self._soon: asyncio.Handle | None = None
-        self._meetings: set[asyncio.Task[None]] = set()
+        self._meetings: set[asyncio.Task[m.MeetReply]] = set()
         self._intervals_s = {
             Urgency.QUICK: settings.poll_quick_us / 1e6,
             Urgency.EXPECTANT: settings.poll_expectant_us / 1e6,
@@ -68,8 +73,8 @@ class TransferLoop:
         """The loop thread's id for the system."""
         return self._thread.native_id
 
-    def open(self, identity: Identity) -> m.Hello:
-        """Register memory, start looking for news; returns this worker's coordinates.
+    def open(self, identity: Identity) -> bytes:
+        """Register memory, start looking for news; returns this worker's coordinates, encoded.
 
         Also used to start again after `suspend`. Raises `TransportError`.
         """
@@ -83,8 +88,9 @@ class TransferLoop:
 
     def suspend(self) -> None:
         """End what is live, tell the peers, deregister memory; `open` starts again. Idempotent."""
-        drain_s = self._settings.timings.drain_s
-        self._thread.run(self._shut(drain_s), drain_s + _START_TIMEOUT_S)
+        if self._thread.is_alive:
+            drain_s = self._settings.timings.drain_s
+            self._thread.run(self._shut(drain_s), drain_s + _CLOSE_TIMEOUT_S)
 
     def close(self) -> None:
         """`suspend`, then end the thread. Idempotent, bounded by `drain_s` and a little."""
@@ -99,11 +105,12 @@ class TransferLoop:
 
     # -- loop thread -------------------------------------------------------------------------------
 
-    async def _open(self, identity: Identity) -> m.Hello:
+    async def _open(self, identity: Identity) -> bytes:
         if self._driver is not None:
             raise TransportError("the transfer loop is open already")
-        port = self._make_port(identity)
-        try:
+        with contextlib.ExitStack() as undo:
+            port = self._make_port(identity)
+            undo.callback(port.close)
             port.register(identity.regions)
             driver = Driver(
                 identity=identity,
@@ -114,13 +121,11 @@ class TransferLoop:
                 results=self.outbox,
                 observer=self._observer,
             )
-        except BaseException:
-            port.close()
-            raise
+            undo.pop_all()
         self._port, self._driver = port, driver
         self._timer = PollTimer(asyncio.get_running_loop(), self._look)
         self._pace()
-        return driver.hello
+        return codec.encode(driver.hello)
 
     async def _shut(self, drain_s: float) -> None:
         driver, port = self._driver, self._port
@@ -134,10 +139,14 @@ class TransferLoop:
             await asyncio.sleep(0.001)
         for meeting in self._meetings:
             meeting.cancel()
+        await asyncio.gather(*self._meetings, return_exceptions=True)
         if self._timer is not None:
             self._timer.close()
         self._driver = self._port = self._timer = None
-        port.close()
+        try:
+            port.close()
+        finally:
+            driver.abandon()
 
     def _take_inbox(self) -> None:
         driver = self._driver
@@ -150,8 +159,10 @@ class TransferLoop:
     def _look(self) -> None:
         self._soon = None
         if self._driver is not None:
-            self._driver.look()
-            self._pace()
+            try:
+                self._driver.look()
+            finally:
+                self._pace()
 
     def _pace(self) -> None:
         """How soon to look again."""
@@ -165,23 +176,25 @@ class TransferLoop:
             timer.set_interval(self._intervals_s[driver.engine.urgency()])
 
     def _start_meeting(self, address: Address) -> None:
-        task = asyncio.get_running_loop().create_task(self._meet(address))
-        self._meetings.add(task)
-        task.add_done_callback(self._meetings.discard)
-
-    async def _meet(self, address: Address) -> None:
-        """One meeting, answered exactly once, also when it is cancelled."""
         driver = self._driver
         assert driver is not None
-        try:
-            reply = await meet(
-                address, driver.identity.engine_id, self._settings.timings.meet_deadline_s
-            )
-        except KVFlowError as error:
-            driver.not_met(address, error)
-        except asyncio.CancelledError:
+        asking = meet(address, driver.identity.engine_id, self._settings.timings.meet_deadline_s)
+        task = asyncio.get_running_loop().create_task(asking)
+        self._meetings.add(task)
+        task.add_done_callback(functools.partial(self._answered, driver, address))
+
+    def _answered(
+        self, driver: Driver, address: Address, meeting: asyncio.Task[m.MeetReply]
+    ) -> None:
+        """A meeting is over: told exactly once, also when it was cancelled before it began."""
+        self._meetings.discard(meeting)
+        if meeting.cancelled():
             driver.not_met(address, TransportError("cancelled"))
-            raise
+        elif (error := meeting.exception()) is None:
+            driver.met(address, meeting.result())
+        elif isinstance(error, KVFlowError):
+            driver.not_met(address, error)
         else:
-            driver.met(address, reply)
+            self._observer.failed(f"meeting {address}", error)
+            driver.not_met(address, TransportError(repr(error)))
         self._pace()

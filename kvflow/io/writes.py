@@ -55,13 +55,18 @@ class Write:
 
     def _poll(self, port: Port) -> None:
         for handle in list(self.handles):
-            state = port.poll(handle)
+            try:
+                state = port.poll(handle)
+            except TransportError as error:
+                # Nobody knows whether it has ended, so it has not.
+                self.failure = self.failure or str(error)
+                continue
             if state is PostState.PENDING:
                 continue
             if state is PostState.FAILED:
                 self.failure = self.failure or "the transfer library reported an error"
-            port.release(handle)
             self.handles.remove(handle)
+            port.release(handle)
 
     def _post(self, port: Port) -> None:
         assert self.rest is not None

@@ -56,7 +56,7 @@ class Runs:
 
 
 def check_pair(ours: Sequence[Region], theirs: Sequence[Region]) -> None:
-    """Raise `IncompatiblePeersError`, naming the field, unless the two sides can exchange blocks."""
+    """Raise `IncompatiblePeersError`, naming the field, unless blocks fit on both sides."""
     names_ours = [(region.group, region.layer) for region in ours]
     names_theirs = [(region.group, region.layer) for region in theirs]
     if sorted(names_ours) != sorted(names_theirs):

@@ -25,7 +25,7 @@ def _render(_logger: WrappedLogger, _method: str, event: EventDict) -> tuple[Any
 
 def _show(value: object) -> str:
     text = str(value)
-    return repr(text) if " " in text or not text else text
+    return text if text and text.isprintable() and " " not in text else repr(text)
 
 
 def _as_call(

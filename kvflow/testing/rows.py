@@ -57,7 +57,7 @@ class RowWatch:
             fire(table, record, trigger, event, turn)
             self.taken[table.name, source, applying[0]] += 1
 
-        Table.fire = watched  # type: ignore[method-assign]
+        Table.fire = watched  # type: ignore[method-assign,assignment]
         return self
 
     def __exit__(

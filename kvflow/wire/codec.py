@@ -32,6 +32,11 @@ def encode_frame(notices: Iterable[Notice], hello: m.Hello | None) -> bytes:
     return encode(m.Frame(notices=twins, hello=hello))
 
 
+def is_sendable(notices: int, payload_bytes: int) -> bool:
+    """Whether a frame of so many notices and bytes is within what a receiver takes."""
+    return notices <= m.NOTICES_PER_FRAME_MAX and payload_bytes <= m.FRAME_BYTES_MAX
+
+
 def decode_frame(payload: bytes) -> tuple[list[Notice], m.Hello | None]:
     """The notices and the sender's coordinates, if it sent them.
 

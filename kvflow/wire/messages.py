@@ -26,7 +26,7 @@ NAME_CHARS_MAX = 512
 
 TransferIdText = Annotated[
     str,
-    msgspec.Meta(min_length=1, max_length=TRANSFER_ID_CHARS_MAX, pattern=r"^[!-~]+$"),
+    msgspec.Meta(min_length=1, max_length=TRANSFER_ID_CHARS_MAX, pattern=r"\A[!-~]+\Z"),
 ]
 Attempt = Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -113,7 +113,7 @@ class Region(_Message, frozen=True):
     block_bytes: Bytes
     stride_bytes: Bytes
     blocks: Annotated[int, msgspec.Meta(gt=0, lt=2**31)]
-    memory: Annotated[str, msgspec.Meta(pattern=r"^(DRAM|VRAM)$")]
+    memory: Annotated[str, msgspec.Meta(pattern=r"\A(DRAM|VRAM)\Z")]
     device: Annotated[int, msgspec.Meta(ge=0, lt=2**15)]
 
 

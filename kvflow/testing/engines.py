@@ -1,0 +1,323 @@
+"""Modelled vLLM engines: a producer with some worker ranks, a consumer with one worker.
+
+They do what vLLM's scheduler does: allocate blocks, compute, finish, preempt, abort, free, and
+reuse what was freed at once, so that a late write or read is seen.
+"""
+
+import zlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvflow.core import effects as ef
+from kvflow.core import events as ev
+from kvflow.core.ledger import Block
+from kvflow.core.notices import Blocks
+from kvflow.ids import Address, AgentName, Rank, RequestId, TransferId
+from kvflow.testing import invariants
+from kvflow.testing.driver import Node, Tag
+
+if TYPE_CHECKING:
+    from kvflow.testing.world import World
+
+GROUPS = 2
+BLOCK_TOKENS = 16
+
+
+def blocks_of(transfer_id: TransferId) -> tuple[int, ...]:
+    """How many blocks per group the prompt of this transfer has: the same for all who ask."""
+    seed = zlib.crc32(transfer_id.encode())
+    return (2 + seed % 7, 1 + seed // 7 % 3)
+
+
+def tokens_of(transfer_id: TransferId) -> int:
+    return BLOCK_TOKENS * blocks_of(transfer_id)[0]
+
+
+class Pool:
+    """Free block ids per group; what was freed last is given out first."""
+
+    def __init__(self, blocks: int) -> None:
+        self._free = [list(range(blocks)) for _ in range(GROUPS)]
+        self.blocks = blocks
+
+    def take(self, counts: tuple[int, ...]) -> Blocks | None:
+        if any(count > len(free) for count, free in zip(counts, self._free, strict=True)):
+            return None
+        return tuple(
+            tuple(free.pop() for _ in range(count))
+            for count, free in zip(counts, self._free, strict=True)
+        )
+
+    def give(self, blocks: Blocks) -> None:
+        for ids, free in zip(blocks, self._free, strict=True):
+            free.extend(ids)
+
+    @property
+    def full(self) -> bool:
+        return all(len(free) == self.blocks for free in self._free)
+
+
+@dataclass(slots=True, kw_only=True)
+class Prefill:
+    """One request in a producer. `held_by`: workers that have not reported it yet."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+    state: str = "running"
+    blocks: Blocks = ()
+    held_by: set[AgentName] = field(default_factory=set)
+
+
+@dataclass(slots=True, kw_only=True)
+class Load:
+    """One request in a consumer, as vLLM sees it: loading, received, failed, over."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+    attempt: int
+    ranks: tuple[Rank, ...]
+    blocks: Blocks = ()
+    skip: tuple[int, ...] = ()
+    state: str = "loading"
+    reason: str = ""
+    aborted: bool = False
+
+    @property
+    def given_back(self) -> bool:
+        return self.state in ("failed", "over")
+
+
+class Producer:
+    """A prefill engine: one scheduler, several worker ranks at one address."""
+
+    def __init__(self, world: "World", name: str, ranks: int, blocks: int) -> None:
+        self.world = world
+        self.name = name
+        self.address = Address(name, 5600)
+        self.ranks = tuple(Rank(0, tp) for tp in range(ranks))
+        self._blocks = blocks
+        self._starts = 0
+        self.alive = False
+        self.start()
+
+    def start(self) -> None:
+        """A fresh process: new incarnation, empty memory."""
+        self._starts += 1
+        self.alive = True
+        self.engine_id = f"{self.name}-{self._starts}"
+        self.pool = Pool(self._blocks)
+        self.prefills: dict[RequestId, Prefill] = {}
+        self.nodes = [
+            self.world.start_node(f"{self.engine_id}-{rank}", rank) for rank in self.ranks
+        ]
+
+    def crash(self) -> None:
+        self.alive = False
+        for node in self.nodes:
+            self.world.kill(node)
+
+    # -- what vLLM does --------------------------------------------------------------------------
+
+    def begin(self, transfer_id: TransferId) -> Prefill | None:
+        """Start computing a prompt, if there are blocks for it."""
+        blocks = self.pool.take(blocks_of(transfer_id))
+        if blocks is None:
+            return None
+        request_id = RequestId(f"{self.name}.p{self.world.next_number()}")
+        prefill = Prefill(request_id=request_id, transfer_id=transfer_id, blocks=blocks)
+        self.prefills[request_id] = prefill
+        self._tell(ev.PrefillStarted(transfer_id=transfer_id, request_id=request_id))
+        return prefill
+
+    def resume(self, prefill: Prefill) -> None:
+        """Compute a preempted prompt again."""
+        blocks = self.pool.take(blocks_of(prefill.transfer_id))
+        if blocks is not None:
+            prefill.blocks = blocks
+            prefill.state = "running"
+            self._tell(
+                ev.PrefillStarted(
+                    transfer_id=prefill.transfer_id, request_id=prefill.request_id
+                )
+            )
+
+    def finish(self, prefill: Prefill) -> None:
+        prefill.state = "finished"
+        prefill.held_by = {node.agent for node in self.nodes}
+        for node in self.nodes:
+            for group, ids in enumerate(prefill.blocks):
+                for position, block in enumerate(ids):
+                    node.memory[(group, block), node.rank] = Tag(
+                        transfer_id=prefill.transfer_id,
+                        request_id=prefill.request_id,
+                        group=group,
+                        position=position,
+                    )
+        self._tell(
+            ev.PrefillFinished(
+                transfer_id=prefill.transfer_id,
+                request_id=prefill.request_id,
+                blocks=prefill.blocks,
+                tokens=tokens_of(prefill.transfer_id),
+            )
+        )
+
+    def preempt(self, prefill: Prefill) -> None:
+        prefill.state = "preempted"
+        self._free(prefill)
+        self._tell(
+            ev.PrefillPreempted(transfer_id=prefill.transfer_id, request_id=prefill.request_id)
+        )
+
+    def abort(self, prefill: Prefill) -> None:
+        if prefill.state == "running":
+            self._free(prefill)
+        prefill.state = "over"
+        self._tell(
+            ev.PrefillAborted(transfer_id=prefill.transfer_id, request_id=prefill.request_id)
+        )
+
+    def report_sent(self, node: Node, request_id: RequestId) -> None:
+        """One worker lets go of its part: its memory is scribbled over at once."""
+        prefill = self.prefills.get(request_id)
+        invariants.prefill_is_awaited(prefill, node, request_id)
+        assert prefill is not None
+        blocks = invariants.flat(prefill.blocks)
+        invariants.nothing_reads_from(self.world, node, blocks)
+        for block in blocks:
+            node.memory.pop((block, node.rank), None)
+        prefill.held_by.discard(node.agent)
+        if not prefill.held_by:
+            prefill.state = "over"
+            self._free(prefill)
+
+    def _free(self, prefill: Prefill) -> None:
+        self.pool.give(prefill.blocks)
+        prefill.blocks = ()
+
+    def _tell(self, event: ev.Event) -> None:
+        for node in self.nodes:
+            node.take(event)
+
+
+class Consumer:
+    """A decode engine with one worker."""
+
+    def __init__(self, world: "World", name: str, blocks: int) -> None:
+        self.world = world
+        self.name = name
+        self._blocks = blocks
+        self._starts = 0
+        self.alive = False
+        self.start()
+
+    def start(self) -> None:
+        """A fresh process: new incarnation, empty memory."""
+        self._starts += 1
+        self.alive = True
+        self.pool = Pool(self._blocks)
+        self.loads: dict[RequestId, Load] = {}
+        self.attempts = 0
+        self.node = self.world.start_node(f"{self.name}-{self._starts}", Rank(0, 0))
+
+    def crash(self) -> None:
+        self.alive = False
+        self.world.kill(self.node)
+
+    # -- what vLLM does --------------------------------------------------------------------------
+
+    def allocate(
+        self,
+        transfer_id: TransferId,
+        producer: Producer,
+        *,
+        skip: int = 0,
+        surplus: int = 0,
+        named: bool = False,
+        again: Load | None = None,
+    ) -> Load | None:
+        """Reserve blocks and wait for KV; `again` is a request that was preempted or failed.
+
+        skip     blocks that are cached here already.
+        surplus  blocks too many, which no prefill can have.
+        named    whether the router says which engine id it means.
+        """
+        wanted = blocks_of(transfer_id)
+        skips = tuple(min(skip, count) for count in wanted)
+        counts = tuple(
+            count - skipped + surplus for count, skipped in zip(wanted, skips, strict=True)
+        )
+        blocks = self.pool.take(counts)
+        if blocks is None:
+            return None
+        self.attempts += 1
+        number = self.world.next_number()
+        load = Load(
+            request_id=again.request_id if again else RequestId(f"{self.name}.c{number}"),
+            transfer_id=transfer_id,
+            attempt=self.attempts,
+            ranks=producer.ranks,
+            blocks=blocks,
+            skip=skips,
+        )
+        self.loads[load.request_id] = load
+        self._scribble(blocks)
+        self.node.take(
+            ev.BlocksAllocated(
+                transfer_id=transfer_id,
+                request_id=load.request_id,
+                attempt=load.attempt,
+                address=producer.address,
+                engine_id=producer.engine_id if named else None,
+                blocks=blocks,
+                skip=skips,
+                tokens=tokens_of(transfer_id),
+            )
+        )
+        return load
+
+    def abort(self, load: Load) -> None:
+        load.aborted = True
+        self.node.take(ev.LoadAborted(request_id=load.request_id))
+        if load.state == "received":
+            self.leave(load)
+
+    def leave(self, load: Load) -> None:
+        """A received request has finished, or is preempted: its content was right to the end."""
+        invariants.content_is_right(self.node, load)
+        load.state = "over"
+        self.pool.give(load.blocks)
+
+    def release(self, transfer_id: TransferId, producer: Producer) -> RequestId:
+        """Everything is cached here: nothing has to be moved."""
+        self.attempts += 1
+        request_id = RequestId(f"{self.name}.c{self.world.next_number()}")
+        self.node.take(
+            ev.ReleaseWanted(
+                transfer_id=transfer_id,
+                request_id=request_id,
+                attempt=self.attempts,
+                address=producer.address,
+                engine_id=None,
+            )
+        )
+        return request_id
+
+    def report_received(self, node: Node, effect: ef.ReportReceived) -> None:
+        load = self.loads.get(effect.request_id)
+        invariants.load_is_awaited(load, node, effect.request_id)
+        assert load is not None
+        invariants.nothing_lands_in(self.world, node, invariants.flat(load.blocks))
+        load.reason = effect.reason or ""
+        if effect.reason is None:
+            invariants.content_is_right(node, load)
+            load.state = "received"
+        else:
+            load.state = "failed"
+            self._scribble(load.blocks)
+            self.pool.give(load.blocks)
+
+    def _scribble(self, blocks: Blocks) -> None:
+        mine: set[Block] = set(invariants.flat(blocks))
+        for key in [key for key in self.node.memory if key[0] in mine]:
+            del self.node.memory[key]

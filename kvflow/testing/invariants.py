@@ -1,0 +1,165 @@
+"""What must never happen in a world, checked from outside: against modelled memory, not the ledger.
+
+S1  a block is the destination of at most one live load.
+S2  destination blocks are not given back while a slice may still land in them.
+S3  source blocks are not released while a slice reads them.
+S4  a slice is posted only while `may_write` holds, from a pinned prefill.
+S5  each request is reported at most once per direction, and only while vLLM waits for it.
+S6  a load that is reported received holds exactly the right content, and keeps it.
+S7  nothing lands in a block of another transfer than the one that is written.
+L1  once the faults stop, everything ends in bounded time, and every table is empty in the end.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from kvflow.core import consumer
+from kvflow.core.ledger import Block
+from kvflow.core.notices import Blocks
+from kvflow.ids import RequestId
+
+if TYPE_CHECKING:
+    from kvflow.testing.driver import Node, Slice
+    from kvflow.testing.engines import Load, Prefill
+    from kvflow.testing.world import World
+
+
+class InvariantBrokenError(AssertionError):
+    """Names the invariant."""
+
+
+def _check(holds: bool, invariant: str, said: str) -> None:
+    if not holds:
+        raise InvariantBrokenError(f"{invariant}: {said}")
+
+
+def flat(blocks: Blocks) -> tuple[Block, ...]:
+    """(group, block id) of each block."""
+    return tuple((group, block) for group, ids in enumerate(blocks) for block in ids)
+
+
+def blocks_have_one_owner(node: "Node") -> None:
+    """S1."""
+    owners: dict[Block, RequestId] = {}
+    for record in node.engine.records.consumers.values():
+        if record.state not in consumer.LIVE:
+            continue
+        for block in flat(record.blocks):
+            other = owners.setdefault(block, record.request_id)
+            _check(other == record.request_id, "S1", f"{block} is {other}'s and {record}'s")
+
+
+def nothing_lands_in(world: "World", node: "Node", blocks: Iterable[Block]) -> None:
+    """S2, at the moment when blocks are given back."""
+    given_back = set(blocks)
+    for each in world.slices:
+        if each.receiver == node.agent:
+            hit = given_back & set(each.destination)
+            _check(not hit, "S2", f"{hit} given back while {each} is under way")
+
+
+def nothing_reads_from(world: "World", node: "Node", blocks: Iterable[Block]) -> None:
+    """S3, at the moment when blocks are released."""
+    released = set(blocks)
+    for each in world.slices:
+        if each.sender == node.agent:
+            hit = released & set(each.source)
+            _check(not hit, "S3", f"{hit} released while {each} reads them")
+
+
+def slice_may_be_posted(node: "Node", each: "Slice") -> None:
+    """S4."""
+    may = node.engine.may_write(each.transfer_id, each.attempt, node.clock)
+    _check(may, "S4", f"{each} posted without permission")
+    content = [node.memory.get((block, node.rank)) for block in each.source]
+    right = all(tag is not None and tag.transfer_id == each.transfer_id for tag in content)
+    _check(right, "S4", f"{each} posted from {content}")
+
+
+def slice_may_land(node: "Node", each: "Slice", loads: Iterable["Load"]) -> None:
+    """S2 and S7: whose blocks are these when the bytes arrive?"""
+    for load in loads:
+        if load.given_back or not set(flat(load.blocks)) & set(each.destination):
+            continue
+        mine = (load.transfer_id, load.attempt) == (each.transfer_id, each.attempt)
+        _check(mine, "S7", f"{each} landed in {load}")
+        _check(load.state == "loading", "S2", f"{each} landed in {load}")
+        return
+    _check(False, "S2", f"{each} landed in blocks that nobody loads into")
+
+
+def prefill_is_awaited(prefill: "Prefill | None", node: "Node", request_id: RequestId) -> None:
+    """S5, producer."""
+    _check(prefill is not None, "S5", f"{node.agent} reported {request_id}, unknown to vLLM")
+    assert prefill is not None
+    _check(prefill.state == "finished", "S5", f"{node.agent} reported {prefill}")
+    _check(node.agent in prefill.held_by, "S5", f"{node.agent} reported {prefill} twice")
+
+
+def load_is_awaited(load: "Load | None", node: "Node", request_id: RequestId) -> None:
+    """S5, consumer."""
+    _check(load is not None, "S5", f"{node.agent} reported {request_id}, unknown to vLLM")
+    assert load is not None
+    _check(load.state == "loading", "S5", f"{node.agent} reported {load}")
+
+
+def content_is_right(node: "Node", load: "Load") -> None:
+    """S6: every rank's part of every block, in order, from one and the same prefill."""
+    sources = set()
+    for group, ids in enumerate(load.blocks):
+        for nth, block in enumerate(ids):
+            for rank in load.ranks:
+                tag = node.memory.get(((group, block), rank))
+                wanted = (load.transfer_id, group, load.skip[group] + nth)
+                got = (tag.transfer_id, tag.group, tag.position) if tag else None
+                _check(got == wanted, "S6", f"block {block} of {load} holds {tag} from {rank}")
+                sources.add(tag.request_id if tag else None)
+    _check(len(sources) <= 1, "S6", f"{load} is a mixture of prefills {sources}")
+
+
+def everything_ended(node: "Node") -> None:
+    """L1, first half."""
+    engine = node.engine
+    _check(engine.live == 0, "L1", f"{node.agent} has {engine.live} live transfers")
+    _check(engine.ledger.empty, "L1", f"{node.agent}: the ledger is not empty")
+    _check(not node.writes, "L1", f"{node.agent} has open writes")
+
+
+def tables_are_empty(node: "Node") -> None:
+    """L1, second half."""
+    records = node.engine.records
+    tables: dict[str, object] = {
+        "producers": records.producers,
+        "consumers": records.consumers,
+        "engines": records.engines,
+        "workers": records.workers,
+        "load_of": records.load_of,
+        "engine_of": records.engine_of,
+        "clocks": len(records.clocks),
+        "deadlines": len(records.deadlines),
+        "population": {pair: count for pair, count in records.population.items() if count},
+        "reachable": node.reachable,
+    }
+    left = {name: table for name, table in tables.items() if table}
+    _check(not left, "L1", f"{node.agent} still has {left}")
+
+
+def books_agree(node: "Node") -> None:
+    """The records' own invariants: populations and users, counted anew."""
+    records = node.engine.records
+    counted: dict[tuple[str, str], int] = {}
+    everything = [
+        ("producer", records.producers),
+        ("consumer", records.consumers),
+        ("peer", records.engines),
+        ("peer", records.workers),
+    ]
+    for machine, table in everything:
+        for record in table.values():  # type: ignore[attr-defined]
+            counted[machine, record.state] = counted.get((machine, record.state), 0) + 1
+    kept = {pair: count for pair, count in records.population.items() if count}
+    _check(kept == counted, "books", f"{node.agent}: population {kept}, but {counted}")
+    for engine in records.engines.values():
+        for key in engine.using:
+            asking = records.consumers[RequestId(key)].state in consumer.ASKING
+            _check(asking, "books", f"{node.agent}: {key} uses {engine.key}, but asks nothing")
