@@ -49,11 +49,12 @@ def states(
     ] = None,
     write: Annotated[
         Path | None,
-        typer.Option(help="Write specs/states.md and specs/diagrams/*.mmd under this directory."),
+        typer.Option(help="Write states.md, diagrams/*.mmd and settings.md into this directory."),
     ] = None,
 ) -> None:
     """Print the state machines, drawn from the tables that run."""
     from kvflow.core import TABLES
+    from kvflow.observe import settings as settings_documents
     from kvflow.observe import states as documents
 
     tables = [table for table in TABLES if machine in (None, table.name)]
@@ -66,6 +67,7 @@ def states(
         for table in TABLES:
             path = write / "diagrams" / f"{table.name}.mmd"
             path.write_text(documents.as_mermaid(table), encoding="utf-8")
+        (write / "settings.md").write_text(settings_documents.as_markdown(), encoding="utf-8")
         return
     match output_format:
         case StatesFormat.JSON:
@@ -74,6 +76,16 @@ def states(
             typer.echo(documents.as_markdown(tables), nl=False)
         case StatesFormat.MERMAID:
             typer.echo("\n".join(documents.as_mermaid(table) for table in tables), nl=False)
+
+
+@app.command()
+def settings(
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+) -> None:
+    """Print every key of kv_connector_extra_config with its default and meaning."""
+    from kvflow.observe import settings as documents
+
+    typer.echo(documents.as_json() if as_json else documents.as_markdown(), nl=False)
 
 
 @app.command()

@@ -25,7 +25,6 @@ class Settings:
     post_runs_max      runs in one posted slice of a write.
     posts_in_flight_max
                        slices of one write that may be in flight together.
-    inbox_max          commands that vLLM's thread may be ahead of the loop thread.
     side_channel_connections_max
                        connections that a side channel serves at once.
     nixl_backends      NIXL backends, in order of preference.
@@ -34,12 +33,11 @@ class Settings:
     timings: Timings = field(default_factory=Timings)
     poll_quick_us: int = 200
     poll_expectant_us: int = 500
-    poll_idle_us: int = 5_000
+    poll_idle_us: int = 10_000
     idle_wait_ms: float = 2.0
     post_bytes_max: int = 4 * 2**20
     post_runs_max: int = 1024
     posts_in_flight_max: int = 4
-    inbox_max: int = 100_000
     side_channel_connections_max: int = 256
     nixl_backends: tuple[str, ...] = ("UCX",)
 
@@ -52,6 +50,9 @@ _LEAST = {
     "post_bytes_max": 4096,
 }
 """Lowest value of each number; 1 where not named. Timings must be above 0."""
+_MOST = 2**40
+_TIMING_MOST = 86_400
+"""A day; the wire carries no longer lease."""
 
 
 def parse(extra_config: Mapping[str, object]) -> Settings:
@@ -62,7 +63,7 @@ def parse(extra_config: Mapping[str, object]) -> Settings:
     durations: dict[str, object] = {}
     for key, value in extra_config.items():
         if key in timings:
-            durations[key] = _number(key, value, timings[key].type, above=0)
+            durations[key] = _number(key, value, timings[key].type, above=0, most=_TIMING_MOST)
         elif key == "nixl_backends":
             values[key] = _names(key, value)
         elif key in own:
@@ -76,17 +77,23 @@ def parse(extra_config: Mapping[str, object]) -> Settings:
 
 
 def _number(
-    key: str, value: object, kind: object, *, least: float = 0, above: float | None = None
+    key: str,
+    value: object,
+    kind: object,
+    *,
+    least: float = 0,
+    above: float | None = None,
+    most: float = _MOST,
 ) -> float | int:
     wanted = int if kind in (int, "int") else float
     bound = f"at least {least}" if above is None else f"above {above}"
-    allowed = f"{'an integer' if wanted is int else 'a number'} {bound}"
+    allowed = f"{'an integer' if wanted is int else 'a number'} {bound} and at most {most}"
     good = isinstance(value, int | float) and not isinstance(value, bool)
     if not good or (wanted is int and not isinstance(value, int)):
         raise ConfigurationError(f"kv_connector_extra_config.{key}", value, allowed)
     assert isinstance(value, int | float)
     within = value >= least if above is None else value > above
-    if not within or value != value or value in (float("inf"), float("-inf")):
+    if not within or not value <= most:
         raise ConfigurationError(f"kv_connector_extra_config.{key}", value, allowed)
     return wanted(value)
 

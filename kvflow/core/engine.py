@@ -17,7 +17,16 @@ from kvflow.core import events as ev
 from kvflow.core.consumer import RENEWING, ConsumerRecord, FromRank
 from kvflow.core.effects import DropPeer, Effect, Ignored
 from kvflow.core.ledger import Ledger
-from kvflow.core.notices import Accepted, Alive, Cancel, Done, Failed, Register, Renew
+from kvflow.core.notices import (
+    FROM_CONSUMER,
+    Accepted,
+    Alive,
+    Cancel,
+    Done,
+    Failed,
+    Register,
+    Renew,
+)
 from kvflow.core.peer import PeerRecord, Tick
 from kvflow.core.producer import CancelledBy, RegisteredBy
 from kvflow.core.reasons import Reason, Standing
@@ -207,7 +216,7 @@ class Engine:
 
     def _notice(self, event: ev.NoticeReceived, turn: Turn) -> None:
         notice, sender = event.notice, event.sender
-        from_consumer = isinstance(notice, Register | Cancel | Renew)
+        from_consumer = isinstance(notice, FROM_CONSUMER)
         record = (self.records.workers if from_consumer else self.records.engine_of).get(sender)
         if record is None:
             turn.effects.append(Ignored(kind="unknown_sender", key=sender))

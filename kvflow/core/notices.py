@@ -96,3 +96,6 @@ class Alive:
 
 
 Notice = Register | Accepted | Done | Failed | Cancel | Renew | Alive
+
+FROM_CONSUMER = (Register, Cancel, Renew)
+"""What a consumer says to a producer; the others are answers."""

@@ -30,7 +30,7 @@ from kvflow.core.effects import (
     SendNotice,
     StopWrite,
 )
-from kvflow.core.notices import Blocks, Notice
+from kvflow.core.notices import FROM_CONSUMER, Blocks, Notice
 from kvflow.errors import (
     IncompatiblePeersError,
     KVFlowError,
@@ -45,6 +45,9 @@ from kvflow.layout import Int64s, Region, plan, slices
 from kvflow.settings import Settings
 from kvflow.wire import codec
 from kvflow.wire import messages as m
+
+_PINNED = frozenset({"prefilled", "transferring", "draining"})
+"""States of a producer's record in which vLLM waits for `ReportSent`."""
 
 
 class Observer(Protocol):
@@ -76,7 +79,8 @@ class Results(Protocol):
 class Driver:
     """One worker's engine at work.
 
-    Invariant: `_remotes` has exactly the agents that the port can reach.
+    Invariants: `_remotes` has exactly the agents that the port can reach; `_acquainted` those that
+    have answered us as producers, hence know us as a consumer.
     """
 
     def __init__(
@@ -156,7 +160,7 @@ class Driver:
             if ledger.holds(load.request_id):
                 self._results.received(load.request_id, Reason.SHUTDOWN)
         for transfer in records.producers.values():
-            if transfer.request_id is not None and ledger.pins(transfer.request_id):
+            if transfer.state in _PINNED and transfer.request_id is not None:
                 self._results.sent(transfer.request_id)
 
     # -- events ------------------------------------------------------------------------------------
@@ -196,8 +200,9 @@ class Driver:
         except (RemoteProtocolError, TransportError) as error:
             self._observer.refused("frame", f"from {sender}: {error}")
             return
-        self._acquainted.add(sender)
         for notice in notices:
+            if sender in self._remotes and not isinstance(notice, FROM_CONSUMER):
+                self._acquainted.add(sender)
             self._turn(ev.NoticeReceived(sender=sender, notice=notice))
 
     def _introduce(self, sender: AgentName, hello: m.Hello) -> None:
@@ -316,7 +321,12 @@ class Driver:
     def _advance_writes(self) -> None:
         for write in list(self._writes):
             may_post = functools.partial(self._may_write, write)
-            answer = write.advance(self._port, may_post, self._settings.posts_in_flight_max)
+            try:
+                answer = write.advance(self._port, may_post, self._settings.posts_in_flight_max)
+            except Exception as error:
+                self._observer.failed(f"write of {write.order.transfer_id}", error)
+                write.failure = write.failure or repr(error)
+                continue
             if answer is not None:
                 self._writes.remove(write)
                 self._turn(answer)
@@ -335,11 +345,14 @@ class Driver:
                 self._turn(ev.NoticeFailed(agent=agent, detail=str(error)))
 
     def _send(self, agent: AgentName, notices: list[Notice]) -> None:
-        """One frame, or more if that is too long; our coordinates go along until the peer has
-        said anything."""
+        """One frame, or more if it is too long.
+
+        Our coordinates go along with what a consumer says until the producer has answered.
+        """
         if agent not in self._remotes:
             raise TransportError(f"{agent} is not known (any more)")
-        hello = None if agent in self._acquainted else self._hello
+        asks = any(isinstance(notice, FROM_CONSUMER) for notice in notices)
+        hello = self._hello if asks and agent not in self._acquainted else None
         payload = codec.encode_frame(notices, hello)
         if len(notices) > 1 and not codec.is_sendable(len(notices), len(payload)):
             half = len(notices) // 2

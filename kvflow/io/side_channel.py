@@ -6,7 +6,6 @@ whatever arrives, it goes on serving.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping
 
 from kvflow.errors import RemoteProtocolError, TransportError
@@ -93,15 +92,14 @@ class SideChannelServer:
                 return
             async with asyncio.timeout(_REQUEST_TIMEOUT_S):
                 await self._answer(reader, writer)
+                writer.close()
+                await writer.wait_closed()
         except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
             self._refused("connection", f"{type(error).__name__}: {error}")
-            # Else a reply that nobody reads would keep the connection open for ever.
-            writer.transport.abort()
         finally:
             self._connections -= 1
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
+            # Merely closed, one that does not read its reply would stay open for ever.
+            writer.transport.abort()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

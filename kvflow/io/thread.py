@@ -45,7 +45,11 @@ class LoopThread:
 
         Raises what it raises, or `TransportError` after `timeout_s`. Not for use on a hot path.
         """
-        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        except RuntimeError as error:
+            coroutine.close()
+            raise TransportError("the loop thread has ended") from error
         try:
             return future.result(timeout_s)
         except TimeoutError as error:

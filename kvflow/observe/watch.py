@@ -29,7 +29,11 @@ class Watch:
     def moved(self, moved: Moved) -> None:
         """A record took a row."""
         if self._trace is not None:
-            self._trace.write(moved)
+            try:
+                self._trace.write(moved)
+            except OSError as error:
+                self._log.warning("trace ends here", error=error)
+                self._trace = None
         self._log.debug(
             f"{moved.machine} {moved.source} -> {moved.dest}",
             trigger=moved.trigger,

@@ -67,6 +67,7 @@ class Write:
 class Node:
     """One worker process.
 
+    changed    something happened to its engine since it was last checked.
     skew_s, rate
                its clock shows `skew_s + rate * world.now`.
     memory     (block, rank) -> what it holds.
@@ -87,6 +88,7 @@ class Node:
     reachable: set[AgentName] = field(default_factory=set)
     heard: set[AgentName] = field(default_factory=set)
     writes: dict[TransferId, Write] = field(default_factory=dict)
+    changed: bool = False
     skew_s: float = 0.0
     rate: float = 1.0
 
@@ -153,6 +155,7 @@ class Node:
     # -- effects ---------------------------------------------------------------------------------
 
     def execute(self, effects: list[ef.Effect]) -> None:
+        self.changed = True
         for effect in effects:
             match effect:
                 case ef.Meet():

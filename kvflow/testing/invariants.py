@@ -46,7 +46,8 @@ def blocks_have_one_owner(node: "Node") -> None:
             continue
         for block in flat(record.blocks):
             other = owners.setdefault(block, record.request_id)
-            _check(other == record.request_id, "S1", f"{block} is {other}'s and {record}'s")
+            if other != record.request_id:
+                _check(False, "S1", f"{block} is {other}'s and {record.request_id}'s")
 
 
 def nothing_lands_in(world: "World", node: "Node", blocks: Iterable[Block]) -> None:

@@ -41,6 +41,12 @@ class RowWatch:
     def __init__(self) -> None:
         self.taken: Counter[Taken] = Counter()
         self._fire = Table.fire
+        self._rows: dict[tuple[str, str, str], list[tuple[int, Row]]] = {}
+        for table in TABLES:
+            for index, row in enumerate(table.rows):
+                for source in row.sources:
+                    pair = (table.name, row.trigger, source)
+                    self._rows.setdefault(pair, []).append((index, row))
 
     def __enter__(self) -> Self:
         fire = self._fire
@@ -49,8 +55,8 @@ class RowWatch:
             source = record.state
             applying = [
                 index
-                for index, row in enumerate(table.rows)
-                if _applies(row, record, trigger, event, turn)
+                for index, row in self._rows.get((table.name, trigger, source), ())
+                if row.guard is None or row.guard(record, event, turn)
             ]
             if len(applying) > 1:
                 raise LocalProtocolError(f"{table.name}: {trigger} in {source} is ambiguous")
@@ -67,9 +73,3 @@ class RowWatch:
         trace: TracebackType | None,
     ) -> None:
         Table.fire = self._fire  # type: ignore[method-assign]
-
-
-def _applies(row: Row, record: Any, trigger: str, event: Any, turn: Any) -> bool:
-    if row.trigger != trigger or record.state not in row.sources:
-        return False
-    return row.guard is None or row.guard(record, event, turn)
