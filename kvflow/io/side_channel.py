@@ -96,6 +96,9 @@ class SideChannelServer:
                 await writer.wait_closed()
         except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
             self._refused("connection", f"{type(error).__name__}: {error}")
+        except asyncio.CancelledError:
+            # The loop ends. Raised on, Python 3.11 would log it as an unhandled exception.
+            pass
         finally:
             self._connections -= 1
             # Merely closed, one that does not read its reply would stay open for ever.
@@ -166,7 +169,11 @@ class SideChannel:
 
 
 def _send(writer: asyncio.StreamWriter, payload: bytes) -> None:
-    writer.write(len(payload).to_bytes(_LENGTH_BYTES, "big") + payload)
+    try:
+        writer.write(len(payload).to_bytes(_LENGTH_BYTES, "big") + payload)
+    except RuntimeError as error:
+        # What uvloop says of a connection that the other side has reset.
+        raise ConnectionResetError(str(error)) from error
 
 
 async def _receive(reader: asyncio.StreamReader, bytes_max: int) -> bytes:

@@ -76,7 +76,6 @@ class LoopThread:
                 self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             self.loop.close()
 
-
     def _name_for_the_system(self) -> None:
         """So that `top -H` and profilers show it; Linux keeps 15 characters."""
         path = Path(f"/proc/self/task/{threading.get_native_id()}/comm")

@@ -8,7 +8,17 @@ from typing import Any
 from kvflow.core import Engine, Standing, Timings
 from kvflow.core import effects as ef
 from kvflow.core import events as ev
-from kvflow.core.notices import Accepted, Alive, Blocks, Cancel, Done, Failed, Notice, Register
+from kvflow.core.notices import (
+    Accepted,
+    Alive,
+    Blocks,
+    Cancel,
+    Done,
+    Failed,
+    Notice,
+    Register,
+    Renew,
+)
 from kvflow.core.reasons import Reason
 from kvflow.ids import Address, AgentName, Incarnation, Rank, RequestId, TransferId
 
@@ -204,3 +214,7 @@ def failed(attempt: int = 5, reason: Reason = Reason.CANCELLED) -> Failed:
 
 def alive(standing: Standing, attempt: int = 5, clock_s: float = 0.0) -> Alive:
     return Alive(standings=((T, attempt, standing, None),), clock_s=clock_s)
+
+
+def renew(attempt: int = 5, write_until_s: float | None = None) -> Renew:
+    return Renew(wanted=((T, attempt),), write_until_s=write_until_s)
