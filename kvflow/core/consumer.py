@@ -56,6 +56,7 @@ class FromRank:
     rank: Rank
     standing: Standing | None = None
     reason: Reason | None = None
+    prefill: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +69,7 @@ class ConsumerRecord(Record):
               their clock had not been heard; they get it again when it has.
     writing   ranks that have said that they are writing.
     outcomes  how each settled rank ended; a load is received when all of them are DONE.
+    prefills  which prefill's KV each rank has written.
     gave_up_at
               when it was given up, while it is being given up.
     """
@@ -84,6 +86,7 @@ class ConsumerRecord(Record):
     agents: dict[Rank, AgentName] = field(default_factory=dict)
     answered: set[Rank] = field(default_factory=set)
     blind: set[Rank] = field(default_factory=set)
+    prefills: dict[Rank, str] = field(default_factory=dict)
     gave_up_at: float = 0.0
     writing: set[Rank] = field(default_factory=set)
     outcomes: dict[Rank, Outcome] = field(default_factory=dict)
@@ -133,11 +136,6 @@ def is_last(record: C, event: FromRank, turn: Turn) -> bool:
     return not (record.unsettled - {event.rank}) and not record.lost
 
 
-def is_last_but_lost(record: C, event: FromRank, turn: Turn) -> bool:
-    """No other rank may still write, but one was lost."""
-    return not (record.unsettled - {event.rank}) and bool(record.lost)
-
-
 def others_remain(record: C, event: FromRank, turn: Turn) -> bool:
     return bool(record.unsettled - {event.rank})
 
@@ -146,14 +144,21 @@ def last_of_all(record: C, event: FromRank, turn: Turn) -> bool:
     return not others_remain(record, event, turn)
 
 
-def completes(record: C, event: FromRank, turn: Turn) -> bool:
-    """Every other expected rank is done."""
-    others = record.agents.keys() - {event.rank}
-    return all(record.outcomes.get(rank) is Outcome.DONE for rank in others)
-
-
 def completes_not(record: C, event: FromRank, turn: Turn) -> bool:
-    return not completes(record, event, turn)
+    """Some other expected rank is not done."""
+    others = record.agents.keys() - {event.rank}
+    return any(record.outcomes.get(rank) is not Outcome.DONE for rank in others)
+
+
+def completes(record: C, event: FromRank, turn: Turn) -> bool:
+    """Every other expected rank is done, and all of them wrote the same prefill's KV."""
+    same = set(record.prefills.values()) <= {event.prefill}
+    return not completes_not(record, event, turn) and same
+
+
+def completes_mixed(record: C, event: FromRank, turn: Turn) -> bool:
+    """Every other expected rank is done, but not with the same prefill's KV."""
+    return not completes_not(record, event, turn) and not completes(record, event, turn)
 
 
 def some_silent(record: C, event: FromRank, turn: Turn) -> bool:

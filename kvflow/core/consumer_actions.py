@@ -34,8 +34,8 @@ def _start(record: C, event: BlocksAllocated | LoadRefused | ReleaseWanted, turn
     turn.deadlines.cancel(_resend_key(record))
     for memory in (record.answered, record.blind, record.writing):
         memory.clear()
-    record.agents.clear()
-    record.outcomes.clear()
+    for by_rank in (record.agents, record.outcomes, record.prefills):
+        by_rank.clear()
 
 
 def _want(record: C, event: BlocksAllocated | ReleaseWanted, turn: Turn) -> None:
@@ -183,8 +183,11 @@ def lose(record: C, event: FromRank, turn: Turn) -> None:
 
 
 def lose_and_fence(record: C, event: FromRank, turn: Turn) -> None:
+    """What may still write has been torn down: wait until it must have stopped."""
     record.outcomes[event.rank] = Outcome.LOST
-    fence(record, event, turn)
+    record.reason = record.reason or Reason.PEER_LOST
+    turn.deadlines.cancel(_resend_key(record))
+    turn.arm(_deadline_key(record), turn.timings.fence_s)
 
 
 # -- actions: what ranks say ---------------------------------------------------------------------
@@ -212,6 +215,7 @@ def note_last_answer(record: C, event: FromRank, turn: Turn) -> None:
 
 def note_done(record: C, event: FromRank, turn: Turn) -> None:
     _settle(record, event.rank, Outcome.DONE)
+    record.prefills[event.rank] = event.prefill
 
 
 def note_done_last_answer(record: C, event: FromRank, turn: Turn) -> None:
@@ -222,6 +226,11 @@ def note_done_last_answer(record: C, event: FromRank, turn: Turn) -> None:
 def receive(record: C, event: FromRank, turn: Turn) -> None:
     _settle(record, event.rank, Outcome.DONE)
     _end(record, turn, None)
+
+
+def fail_mixed(record: C, event: FromRank, turn: Turn) -> None:
+    _settle(record, event.rank, Outcome.DONE)
+    _end(record, turn, Reason.AMBIGUOUS)
 
 
 def fail(record: C, event: FromRank, turn: Turn) -> None:
@@ -237,19 +246,6 @@ def give_up_failed(record: C, event: FromRank, turn: Turn) -> None:
 def fail_drained(record: C, event: FromRank, turn: Turn) -> None:
     _settle(record, event.rank, Outcome.FAILED)
     _end(record, turn, record.reason)
-
-
-def fence(record: C, event: FromRank, turn: Turn) -> None:
-    """What may still write has been torn down: wait until it must have stopped."""
-    _settle_if_heard(record, event)
-    record.reason = record.reason or Reason.PEER_LOST
-    turn.deadlines.cancel(_resend_key(record))
-    turn.arm(_deadline_key(record), turn.timings.fence_s)
-
-
-def _settle_if_heard(record: C, event: FromRank) -> None:
-    if event.rank not in record.outcomes:
-        _settle(record, event.rank, Outcome.FAILED)
 
 
 # -- actions: time -------------------------------------------------------------------------------

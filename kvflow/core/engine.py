@@ -14,22 +14,15 @@ from typing import Any
 
 from kvflow.core import classify, consumer, consumer_table, peer, producer, producer_table
 from kvflow.core import events as ev
-from kvflow.core.consumer import RENEWING, ConsumerRecord, FromRank
+from kvflow.core.consumer import RENEWING, ConsumerRecord
 from kvflow.core.effects import DropPeer, Effect, Ignored
+from kvflow.core.inbox import Inbox, said
 from kvflow.core.ledger import Ledger
 from kvflow.core.notices import (
-    FROM_CONSUMER,
-    Accepted,
-    Alive,
-    Cancel,
-    Done,
-    Failed,
-    Register,
     Renew,
 )
 from kvflow.core.peer import PeerRecord, Tick
-from kvflow.core.producer import CancelledBy, RegisteredBy
-from kvflow.core.reasons import Reason, Standing
+from kvflow.core.reasons import Reason
 from kvflow.core.records import Records
 from kvflow.core.table import Table
 from kvflow.core.timings import Timings
@@ -71,7 +64,7 @@ class Engine:
             ev.LoadRefused: self._refused,
             ev.ReleaseWanted: self._release_wanted,
             ev.LoadAborted: self._load_aborted,
-            ev.NoticeReceived: self._notice,
+            ev.NoticeReceived: Inbox(self.records).take,
             ev.NoticeFailed: self._notice_failed,
             ev.PeerIntroduced: self._introduced,
             ev.MeetingSucceeded: self._meeting,
@@ -214,99 +207,6 @@ class Engine:
 
     # -- events of the network -------------------------------------------------------------------
 
-    def _notice(self, event: ev.NoticeReceived, turn: Turn) -> None:
-        notice, sender = event.notice, event.sender
-        from_consumer = isinstance(notice, FROM_CONSUMER)
-        record = (self.records.workers if from_consumer else self.records.engine_of).get(sender)
-        if record is None:
-            turn.effects.append(Ignored(kind="unknown_sender", key=sender))
-            return
-        self.records.fire_peer(record, "heard", event, turn)
-        if isinstance(notice, Accepted | Alive):
-            self.records.clocks.hear(sender, notice.clock_s, turn.now)
-        match notice:
-            case Register():
-                self._register(record, sender, notice, turn)
-            case Cancel():
-                self._cancel(sender, notice, turn)
-            case Renew():
-                self._renew(sender, notice, turn)
-            case Accepted():
-                self._stands(record, sender, (*_key(notice), notice.standing, None), turn)
-            case Done():
-                said = _said(record, sender)
-                self._said(notice.transfer_id, notice.attempt, "done", said, turn)
-            case Failed():
-                said = _said(record, sender, reason=notice.reason)
-                self._said(notice.transfer_id, notice.attempt, "rank_failed", said, turn)
-            case Alive():
-                for standing in notice.standings:
-                    self._stands(record, sender, standing, turn)
-
-    def _register(
-        self, worker: PeerRecord, sender: AgentName, notice: Register, turn: Turn
-    ) -> None:
-        if worker.refusal is not None:
-            refusal = Failed(
-                transfer_id=notice.transfer_id,
-                attempt=notice.attempt,
-                reason=Reason.INCOMPATIBLE,
-            )
-            turn.send(sender, refusal)
-            return
-        record = self.records.producer(notice.transfer_id, turn.now)
-        trigger = classify.registration(record, sender, notice, worker.floor)
-        event = RegisteredBy(peer=sender, register=notice)
-        self.records.fire_producer(record, trigger, event, turn)
-
-    def _cancel(self, sender: AgentName, notice: Cancel, turn: Turn) -> None:
-        record = self.records.producer(notice.transfer_id, turn.now)
-        trigger = classify.cancellation(record, sender, notice)
-        event = CancelledBy(peer=sender, cancel=notice)
-        self.records.fire_producer(record, trigger, event, turn)
-
-    def _renew(self, sender: AgentName, notice: Renew, turn: Turn) -> None:
-        standings: list[tuple[TransferId, int, Standing, Reason | None]] = []
-        for transfer_id, attempt in notice.wanted:
-            record = self.records.producers.get(transfer_id)
-            if record is None or not classify.is_registered_by(record, sender, attempt):
-                standings.append((transfer_id, attempt, Standing.UNKNOWN, None))
-                continue
-            self.records.fire_producer(record, "renewed", notice, turn)
-            standing = classify.STANDINGS[record.state]
-            standings.append((transfer_id, attempt, standing, record.reason))
-        turn.send(sender, Alive(standings=tuple(standings), clock_s=turn.now))
-
-    def _stands(
-        self,
-        record: PeerRecord,
-        sender: AgentName,
-        standing: tuple[TransferId, int, Standing, Reason | None],
-        turn: Turn,
-    ) -> None:
-        transfer_id, attempt, stands, reason = standing
-        match stands:
-            case Standing.DONE:
-                trigger = "done"
-            case Standing.FAILED | Standing.UNKNOWN:
-                trigger = "rank_failed"
-            case _:
-                trigger = "accepted"
-        said = _said(record, sender, standing=stands, reason=reason)
-        self._said(transfer_id, attempt, trigger, said, turn)
-
-    def _said(
-        self, transfer_id: TransferId, attempt: int, trigger: str, said: FromRank, turn: Turn
-    ) -> None:
-        record = self.records.load(transfer_id)
-        if record is None:
-            turn.effects.append(Ignored(kind=f"{trigger}_of_unknown_load", key=transfer_id))
-            return
-        if attempt != record.attempt:
-            turn.effects.append(Ignored(kind=f"{trigger}_of_another_attempt", key=transfer_id))
-            trigger = "stale"
-        self.records.fire_consumer(record, trigger, said, turn)
-
     def _notice_failed(self, event: ev.NoticeFailed, turn: Turn) -> None:
         turn.follow_ups.append(PeerGone(agent=event.agent, detail=event.detail))
 
@@ -425,30 +325,15 @@ class Engine:
                     self.records.producers[TransferId(key)], "peer_lost", None, turn
                 )
             else:
-                said = _said(record, agent)
+                word = said(record, agent)
                 load = self.records.consumers[RequestId(key)]
-                self.records.fire_consumer(load, "peer_lost", said, turn)
+                self.records.fire_consumer(load, "peer_lost", word, turn)
 
     def _renewal_due(self, record: PeerRecord, turn: Turn) -> None:
         for rank, agent in sorted(record.agents.items()):
             wanted = tuple(_renewable(self.records.consumers, record, rank))
             if wanted:
                 turn.send(agent, Renew(wanted=wanted, write_until_s=turn.write_until(agent)))
-
-
-def _key(notice: Accepted) -> tuple[TransferId, int]:
-    return notice.transfer_id, notice.attempt
-
-
-def _said(
-    record: PeerRecord,
-    agent: AgentName,
-    *,
-    standing: Standing | None = None,
-    reason: Reason | None = None,
-) -> FromRank:
-    rank = next(rank for rank, name in record.agents.items() if name == agent)
-    return FromRank(rank=rank, standing=standing, reason=reason)
 
 
 def _renewable(

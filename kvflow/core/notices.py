@@ -50,10 +50,15 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """Producer rank -> consumer: every byte that this rank owed has been written."""
+    """Producer rank -> consumer: every byte that this rank owed has been written.
+
+    prefill  which prefill's KV it was: the same text from each rank of one engine, unless the ranks
+             have written the KV of two prefills that used one transfer id.
+    """
 
     transfer_id: TransferId
     attempt: int
+    prefill: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -136,7 +136,9 @@ ROWS = (
         why="of an older attempt, or another consumer's, nothing can land"),
     row("renewed", "held registered transferring", "=", p.extend,
         why="the registration is still wanted"),
-    row("renewed", "draining sent failed", "=",
+    row("renewed", "sent", "=", p.answer_done,
+        why="the completion was lost: only a `Done` says whose KV was written"),
+    row("renewed", "draining failed", "=",
         why="the standing is told; there is no lease to extend"),
     # -- writes ----------------------------------------------------------------------------------
     row("write_done", "transferring", "sent", p.finish,
@@ -154,7 +156,7 @@ ROWS = (
         why="the consumer is gone; the KV will not be fetched"),
     row("peer_lost", "transferring", "draining", p.stop_peer_lost,
         why="the consumer is gone; its write is torn down"),
-    row("peer_lost", "draining sent failed", "=",
+    row("peer_lost", "draining", "=",
         why="the transfer is over for that consumer already"),
     row("expired", "allocated preempted", "failed", p.fail_expired,
         why="vLLM neither finished nor aborted the prefill in time"),
@@ -194,6 +196,7 @@ IMPOSSIBLE = (
             "there is a registration, so the new one is named by comparison")
     | never(_NO_REGISTRATION, "renewed peer_lost",
             "only a registration is renewed, or lost with its consumer")
+    | never("sent failed", "peer_lost", "nothing depends on the consumer any more")
     | never("unknown", "rival_started rival_finished rival_ended cancel_stale expired closing",
             "a record is created by what it is about; nothing else can concern it")
     | never("held preempted", "rival_started rival_finished rival_ended",

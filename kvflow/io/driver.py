@@ -343,6 +343,8 @@ class Driver:
                 self._send(agent, notices)
             except TransportError as error:
                 self._turn(ev.NoticeFailed(agent=agent, detail=str(error)))
+            except Exception as error:
+                self._observer.failed(f"notices to {agent}", error)
 
     def _send(self, agent: AgentName, notices: list[Notice]) -> None:
         """One frame, or more if it is too long.

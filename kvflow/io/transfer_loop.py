@@ -124,7 +124,7 @@ class TransferLoop:
             undo.pop_all()
         self._port, self._driver = port, driver
         self._timer = PollTimer(asyncio.get_running_loop(), self._look)
-        self._pace()
+        self._take_inbox()
         return codec.encode(driver.hello)
 
     async def _shut(self, drain_s: float) -> None:

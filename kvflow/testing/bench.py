@@ -111,7 +111,7 @@ class Bench:
         return record.state if record else "new"
 
 
-# -- events, with everything that a test does not care about filled in ------------------------------
+# -- events, with everything that a test does not care about filled in ---------------------------
 
 
 def started(request: str = "r", of: TransferId = T) -> ev.PrefillStarted:
@@ -163,12 +163,13 @@ def allocated(
     of: TransferId = T,
     blocks: Blocks = BLOCKS,
     engine_id: str | None = None,
+    address: Address = ADDRESS,
 ) -> ev.BlocksAllocated:
     return ev.BlocksAllocated(
         transfer_id=of,
         request_id=RequestId(request),
         attempt=attempt,
-        address=ADDRESS,
+        address=address,
         engine_id=engine_id,
         blocks=blocks,
         skip=(0,) * len(blocks),
@@ -204,8 +205,8 @@ def accepted(
     return Accepted(transfer_id=T, attempt=attempt, standing=standing, clock_s=clock_s)
 
 
-def done(attempt: int = 5) -> Done:
-    return Done(transfer_id=T, attempt=attempt)
+def done(attempt: int = 5, prefill: str = "r") -> Done:
+    return Done(transfer_id=T, attempt=attempt, prefill=prefill)
 
 
 def failed(attempt: int = 5, reason: Reason = Reason.CANCELLED) -> Failed:

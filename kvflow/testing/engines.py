@@ -136,9 +136,7 @@ class Producer:
             prefill.blocks = blocks
             prefill.state = "running"
             self._tell(
-                ev.PrefillStarted(
-                    transfer_id=prefill.transfer_id, request_id=prefill.request_id
-                )
+                ev.PrefillStarted(transfer_id=prefill.transfer_id, request_id=prefill.request_id)
             )
 
     def finish(self, prefill: Prefill) -> None:

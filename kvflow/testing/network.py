@@ -68,6 +68,10 @@ class Network:
         if data:
             self._data_cut.add(frozenset((one, other)))
 
+    def cut_data(self, one: AgentName, other: AgentName) -> None:
+        """Writes between these two fail; notices pass."""
+        self._data_cut.add(frozenset((one, other)))
+
     def lose(self, matches: Matches, count: float = 1) -> None:
         """The next `count` frames that match are lost."""
         self._losing.append((matches, count))

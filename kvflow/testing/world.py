@@ -12,7 +12,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvflow.core import Timings
 from kvflow.core import effects as ef
@@ -65,8 +65,7 @@ class World:
         self.producers: dict[Address, Producer] = {}
         self.consumers: dict[str, Consumer] = {}
         self.slices: set[Slice] = set()
-        self.log: list[tuple[AgentName, ef.Moved | ef.Ignored | ef.ReportSent | ef.ReportReceived]]
-        self.log = []
+        self.log: list[tuple[float, AgentName, ef.Effect]] = []
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
         self._numbers = itertools.count(1)
@@ -171,8 +170,8 @@ class World:
 
     def meet(self, node: Node, address: Address) -> None:
         slow = self.rng.random() < self.faults.meeting_slow
-        most_s = 3 * self.timings.meet_deadline_s if slow else 0.01
-        self.later(self.rng.uniform(0.001, most_s), lambda: self._answer_meeting(node, address))
+        takes_s = self.rng.uniform(0.001, 3 * self.timings.meet_deadline_s) if slow else 0.002
+        self.later(takes_s, lambda: self._answer_meeting(node, address))
 
     def _answer_meeting(self, node: Node, address: Address) -> None:
         producer = self.producers.get(address)
@@ -225,18 +224,16 @@ class World:
                 receiver.memory[destination, sender.rank] = tag
 
     def report_sent(self, node: Node, request_id: RequestId) -> None:
-        self.log.append((node.agent, ef.ReportSent(request_id=request_id)))
+        self.log.append((self.now, node.agent, ef.ReportSent(request_id=request_id)))
         producer = next(p for p in self.producers.values() if node in p.nodes)
         producer.report_sent(node, request_id)
 
     def report_received(self, node: Node, effect: ef.ReportReceived) -> None:
-        self.log.append((node.agent, effect))
+        self.log.append((self.now, node.agent, effect))
         next(c for c in self.consumers.values() if c.node is node).report_received(node, effect)
 
     def note(self, node: Node, effect: ef.Moved | ef.Ignored) -> None:
-        if isinstance(effect, ef.Moved):
-            effect = replace(effect, at=self.now)
-        self.log.append((node.agent, effect))
+        self.log.append((self.now, node.agent, effect))
 
     # -- the end ---------------------------------------------------------------------------------
 

@@ -67,6 +67,7 @@ class Done(_Message, frozen=True, tag="done"):
     core: ClassVar = notices.Done
     transfer_id: TransferIdText
     attempt: Attempt
+    prefill: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)] = ""
 
 
 class Failed(_Message, frozen=True, tag="failed"):

@@ -207,9 +207,7 @@ class TwoEnginesAndMore(RuleBasedStateMachine):
 
     @rule(slow=CHANCE, fails=st.sampled_from([0.0, 0.0, 0.2]), meeting_slow=CHANCE)
     def change_faults(self, slow: float, fails: float, meeting_slow: float) -> None:
-        self.world.faults = Faults(
-            slow_slices=slow, write_fails=fails, meeting_slow=meeting_slow
-        )
+        self.world.faults = Faults(slow_slices=slow, write_fails=fails, meeting_slow=meeting_slow)
 
     @rule()
     def heal(self) -> None:
@@ -233,9 +231,7 @@ class TwoEnginesAndMore(RuleBasedStateMachine):
         if engine.alive and pick < 4:
             engine.crash()
 
-    @precondition(
-        lambda self: not all(each.alive for each in [*self.producers, *self.consumers])
-    )
+    @precondition(lambda self: not all(each.alive for each in [*self.producers, *self.consumers]))
     @rule()
     def restart(self) -> None:
         dead = [each for each in [*self.producers, *self.consumers] if not each.alive]
@@ -270,5 +266,4 @@ class TwoEnginesAndMore(RuleBasedStateMachine):
 
 
 TestTwoEnginesAndMore = TwoEnginesAndMore.TestCase
-import os
-TestTwoEnginesAndMore.settings = settings(max_examples=int(os.environ.get("EX","150")), stateful_step_count=int(os.environ.get("ST","40")))
+TestTwoEnginesAndMore.settings = settings(max_examples=150, stateful_step_count=40)

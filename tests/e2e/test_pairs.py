@@ -1,6 +1,11 @@
 """Pairs of real engines set up in other ways than the shared one."""
 
 import asyncio
+import json
+import re
+import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,26 +40,114 @@ async def exchange(endpoints: Endpoints, prompt: tuple[int, ...], dispatch: Disp
     assert through.decode.token_ids == alone.token_ids
 
 
-def test_two_kv_both_engines_loaded_by_name_push_in_both_directions(tmp_path: Path) -> None:
+def kv_usage(url: str) -> float:
+    """The share of the engine's KV blocks that is in use."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    found = re.search(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+def waits_until_empty(url: str, limit_s: float) -> bool:
+    """Whether the engine's KV pool is empty before `limit_s` have passed."""
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        if kv_usage(url) == 0:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EnginePair, Path]]:
+    """Two kv_both engines, loaded by name, that recompute what fails and cache prefixes."""
+    directory = tmp_path_factory.mktemp("both")
     first, second = (
         EngineSettings(
             name=name,
             model=tiny_model(),
-            log_path=tmp_path / f"{name}.log",
-            kv_transfer_config=kvflow_connector("kv_both", by_name=True),
-            extra_env={"KVFLOW_TRACE": str(tmp_path / f"{name}-%p{TRACE_SUFFIX}")},
+            log_path=directory / f"{name}.log",
+            kv_transfer_config={
+                **kvflow_connector("kv_both", by_name=True),
+                "kv_load_failure_policy": "recompute",
+            },
+            extra_env={"KVFLOW_TRACE": str(directory / f"{name}-%p{TRACE_SUFFIX}")},
+            extra_args=("--enable-prefix-caching",),
         )
         for name in ("first", "second")
     )
     with EnginePair(producer=first, consumer=second) as pair:
         wait_ready(pair.engines)
-        there = Endpoints.of(pair.producer, pair.consumer)
-        back = Endpoints.of(pair.consumer, pair.producer)
-        for prompt in prompts(3, shortest=64, longest=512):
-            for dispatch in Dispatch:
-                asyncio.run(exchange(there, prompt, dispatch))
-                asyncio.run(exchange(back, prompt, dispatch))
-    assert received(tmp_path, "first") == received(tmp_path, "second") == 6
+        yield pair, directory
+
+
+def test_two_kv_both_engines_loaded_by_name_push_in_both_directions(
+    both: tuple[EnginePair, Path],
+) -> None:
+    pair, directory = both
+    there = Endpoints.of(pair.producer, pair.consumer)
+    back = Endpoints.of(pair.consumer, pair.producer)
+    before = received(directory, "first"), received(directory, "second")
+    own = prompts(12, shortest=64, longest=512, seed=2)
+    for number, dispatch in enumerate(Dispatch):
+        for one, other in zip(own[number::4], own[number + 2 :: 4], strict=True):
+            asyncio.run(exchange(there, one, dispatch))
+            asyncio.run(exchange(back, other, dispatch))
+    after = received(directory, "first"), received(directory, "second")
+    assert (after[0] - before[0], after[1] - before[1]) == (6, 6)
+
+
+def test_a_load_that_cannot_be_tried_is_recomputed_when_the_policy_says_so(
+    both: tuple[EnginePair, Path],
+) -> None:
+    pair, _ = both
+    endpoints = Endpoints.of(pair.producer, pair.consumer)
+    prompt = prompts(1, shortest=300, longest=300, seed=3)[0]
+
+    async def decode_without_port() -> None:
+        async with Client(endpoints) as client:
+            alone = await client.monolithic(prompt)
+            params = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "transfer_id": "x"}
+            decoded = await client.complete(endpoints.consumer_url, prompt, params=params)
+        assert decoded.error is None
+        assert decoded.token_ids == alone.token_ids
+
+    asyncio.run(decode_without_port())
+
+
+@pytest.mark.parametrize("dispatch", Dispatch)
+def test_a_full_prefix_hit_gives_the_producers_blocks_back_at_once(
+    both: tuple[EnginePair, Path], dispatch: Dispatch
+) -> None:
+    pair, _ = both
+    endpoints = Endpoints.of(pair.producer, pair.consumer)
+    # A multiple of the block size, so that a second run finds all of it but the last token.
+    prompt = prompts(1, shortest=256, longest=256, seed=4 + list(Dispatch).index(dispatch))[0]
+    for _ in range(3):
+        asyncio.run(exchange(endpoints, prompt, dispatch))
+    assert waits_until_empty(endpoints.producer_url, 10), "far less than the lease of 30 s"
+    assert waits_until_empty(endpoints.consumer_url, 10)
+
+
+def test_a_partial_prefix_hit_moves_only_what_is_missing(
+    both: tuple[EnginePair, Path],
+) -> None:
+    pair, directory = both
+    endpoints = Endpoints.of(pair.producer, pair.consumer)
+    long = prompts(1, shortest=512, longest=512, seed=7)[0]
+    for length in (160, 320, 512):
+        for dispatch in Dispatch:
+            prompt = (*long[:length], list(Dispatch).index(dispatch) + 65)
+            asyncio.run(exchange(endpoints, prompt, dispatch))
+    moved = [
+        json.loads(line)["bytes"]
+        for path in directory.glob(f"first-*{TRACE_SUFFIX}")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if '"to":"sent"' in line
+    ]
+    per_block = max(moved) // 16
+    assert min(moved[-6:]) <= 6 * per_block, "a hit of 5 blocks leaves one or few to move"
 
 
 def test_tensor_parallel_engines_push_rank_to_rank(tmp_path: Path) -> None:

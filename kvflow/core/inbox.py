@@ -1,0 +1,136 @@
+"""What a notice means: finds the record that it concerns and names the trigger to fire.
+
+Rules: a notice of an unknown sender changes nothing; whatever a known one says, it lives.
+"""
+
+from kvflow.core import classify
+from kvflow.core import events as ev
+from kvflow.core.consumer import FromRank
+from kvflow.core.effects import Ignored
+from kvflow.core.notices import (
+    FROM_CONSUMER,
+    Accepted,
+    Alive,
+    Cancel,
+    Done,
+    Failed,
+    Register,
+    Renew,
+)
+from kvflow.core.peer import PeerRecord
+from kvflow.core.producer import CancelledBy, RegisteredBy
+from kvflow.core.reasons import Reason, Standing
+from kvflow.core.records import Records
+from kvflow.core.turn import Turn
+from kvflow.ids import AgentName, TransferId
+
+
+class Inbox:
+    """The notices of one worker."""
+
+    def __init__(self, records: Records) -> None:
+        self.records = records
+
+    def take(self, event: ev.NoticeReceived, turn: Turn) -> None:
+        notice, sender = event.notice, event.sender
+        from_consumer = isinstance(notice, FROM_CONSUMER)
+        record = (self.records.workers if from_consumer else self.records.engine_of).get(sender)
+        if record is None:
+            turn.effects.append(Ignored(kind="unknown_sender", key=sender))
+            return
+        self.records.fire_peer(record, "heard", event, turn)
+        if isinstance(notice, Accepted | Alive):
+            self.records.clocks.hear(sender, notice.clock_s, turn.now)
+        match notice:
+            case Register():
+                self._register(record, sender, notice, turn)
+            case Cancel():
+                self._cancel(sender, notice, turn)
+            case Renew():
+                self._renew(sender, notice, turn)
+            case Accepted():
+                self._stands(record, sender, (*_key(notice), notice.standing, None), turn)
+            case Done():
+                word = said(record, sender, prefill=notice.prefill)
+                self._said(notice.transfer_id, notice.attempt, "done", word, turn)
+            case Failed():
+                word = said(record, sender, reason=notice.reason)
+                self._said(notice.transfer_id, notice.attempt, "rank_failed", word, turn)
+            case Alive():
+                for standing in notice.standings:
+                    self._stands(record, sender, standing, turn)
+
+    def _register(
+        self, worker: PeerRecord, sender: AgentName, notice: Register, turn: Turn
+    ) -> None:
+        if worker.refusal is not None:
+            refusal = Failed(
+                transfer_id=notice.transfer_id,
+                attempt=notice.attempt,
+                reason=Reason.INCOMPATIBLE,
+            )
+            turn.send(sender, refusal)
+            return
+        record = self.records.producer(notice.transfer_id, turn.now)
+        trigger = classify.registration(record, sender, notice, worker.floor)
+        event = RegisteredBy(peer=sender, register=notice)
+        self.records.fire_producer(record, trigger, event, turn)
+
+    def _cancel(self, sender: AgentName, notice: Cancel, turn: Turn) -> None:
+        record = self.records.producer(notice.transfer_id, turn.now)
+        trigger = classify.cancellation(record, sender, notice)
+        event = CancelledBy(peer=sender, cancel=notice)
+        self.records.fire_producer(record, trigger, event, turn)
+
+    def _renew(self, sender: AgentName, notice: Renew, turn: Turn) -> None:
+        standings: list[tuple[TransferId, int, Standing, Reason | None]] = []
+        for transfer_id, attempt in notice.wanted:
+            record = self.records.producers.get(transfer_id)
+            if record is None or not classify.is_registered_by(record, sender, attempt):
+                standings.append((transfer_id, attempt, Standing.UNKNOWN, None))
+                continue
+            self.records.fire_producer(record, "renewed", notice, turn)
+            standing = classify.STANDINGS[record.state]
+            standings.append((transfer_id, attempt, standing, record.reason))
+        turn.send(sender, Alive(standings=tuple(standings), clock_s=turn.now))
+
+    def _stands(
+        self,
+        record: PeerRecord,
+        sender: AgentName,
+        standing: tuple[TransferId, int, Standing, Reason | None],
+        turn: Turn,
+    ) -> None:
+        transfer_id, attempt, stands, reason = standing
+        over = stands in (Standing.FAILED, Standing.UNKNOWN)
+        trigger = "rank_failed" if over else "accepted"
+        word = said(record, sender, standing=stands, reason=reason)
+        self._said(transfer_id, attempt, trigger, word, turn)
+
+    def _said(
+        self, transfer_id: TransferId, attempt: int, trigger: str, word: FromRank, turn: Turn
+    ) -> None:
+        record = self.records.load(transfer_id)
+        if record is None:
+            turn.effects.append(Ignored(kind=f"{trigger}_of_unknown_load", key=transfer_id))
+            return
+        if attempt != record.attempt:
+            turn.effects.append(Ignored(kind=f"{trigger}_of_another_attempt", key=transfer_id))
+            trigger = "stale"
+        self.records.fire_consumer(record, trigger, word, turn)
+
+
+def _key(notice: Accepted) -> tuple[TransferId, int]:
+    return notice.transfer_id, notice.attempt
+
+
+def said(
+    record: PeerRecord,
+    agent: AgentName,
+    *,
+    standing: Standing | None = None,
+    reason: Reason | None = None,
+    prefill: str = "",
+) -> FromRank:
+    rank = next(rank for rank, name in record.agents.items() if name == agent)
+    return FromRank(rank=rank, standing=standing, reason=reason, prefill=prefill)

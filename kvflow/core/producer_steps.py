@@ -1,0 +1,139 @@
+"""Small steps that the producer's actions are made of (`kvflow.core.producer_actions`)."""
+
+import math
+
+from kvflow.core.effects import PostWrite, ReportSent, StopWrite
+from kvflow.core.notices import Accepted, Failed
+from kvflow.core.producer import NAME, ProducerRecord, RegisteredBy, Registration
+from kvflow.core.reasons import Reason, Standing
+from kvflow.core.turn import Turn
+from kvflow.ids import AgentName, RequestId, TransferId
+
+P = ProducerRecord
+
+
+def deadline_key(record: P) -> tuple[str, TransferId]:
+    return (NAME, record.transfer_id)
+
+
+def accept(record: P, turn: Turn, standing: Standing) -> None:
+    assert record.registration is not None
+    accepted = Accepted(
+        transfer_id=record.transfer_id,
+        attempt=record.attempt,
+        standing=standing,
+        clock_s=turn.now,
+    )
+    turn.send(record.registration.peer, accepted)
+
+
+def settle(record: P, peer: AgentName, attempt: int) -> None:
+    """What a consumer was told to be over must stay over, whatever arrives late."""
+    record.settled[peer] = max(record.settled.get(peer, 0), attempt)
+
+
+def settle_registration(record: P) -> None:
+    if record.registration is not None:
+        settle(record, record.registration.peer, record.attempt)
+
+
+def refuse(record: P, turn: Turn, peer: AgentName, attempt: int, reason: Reason) -> None:
+    settle(record, peer, attempt)
+    turn.send(peer, Failed(transfer_id=record.transfer_id, attempt=attempt, reason=reason))
+
+
+def note(record: P, event: RegisteredBy, turn: Turn) -> None:
+    """Put a registration on record, and start its lease. The one before is over."""
+    settle_registration(record)
+    register = event.register
+    record.registration = Registration(
+        peer=event.peer,
+        attempt=register.attempt,
+        blocks=register.blocks,
+        skip=register.skip,
+        tokens=register.tokens,
+        lease_s=register.lease_s,
+        since=turn.now,
+    )
+    record.write_until = -math.inf
+    record.ends_by = math.inf
+    extend(record, turn)
+    grant(record, register.write_until_s, turn)
+
+
+def extend(record: P, turn: Turn) -> None:
+    """The lease runs anew; while no prefill is known, only up to `hold_max_s` in all."""
+    assert record.registration is not None
+    lease_s = min(record.registration.lease_s, turn.timings.lease_s)
+    if record.request_id is None:
+        lease_s = min(lease_s, record.registration.since + turn.timings.hold_max_s - turn.now)
+    lease_s = min(lease_s, record.ends_by - turn.now)
+    record.lease_until = turn.now + max(lease_s, 0.0)
+    turn.arm(deadline_key(record), max(lease_s, 0.0))
+
+
+def grant(record: P, write_until_s: float | None, turn: Turn) -> None:
+    """Slices may be posted for a while longer; a delayed duplicate grants nothing new."""
+    if write_until_s is not None:
+        until = min(write_until_s, turn.now + turn.timings.write_lease_s)
+        record.write_until = max(record.write_until, until)
+
+
+def release(record: P, request_id: RequestId | None, turn: Turn) -> None:
+    """Give a prefill's blocks back to vLLM."""
+    assert request_id is not None
+    turn.ledger.unpin(request_id)
+    turn.effects.append(ReportSent(request_id=request_id))
+    record.blocks = ()
+
+
+def end(record: P, turn: Turn, reason: Reason | None) -> None:
+    """Become a tombstone."""
+    record.reason = reason
+    turn.arm(deadline_key(record), turn.timings.tombstone_s)
+
+
+def tell(record: P, turn: Turn, reason: Reason) -> None:
+    """Tell the registered consumer, if there is one, that it will get nothing."""
+    if record.registration is not None:
+        refuse(record, turn, record.registration.peer, record.attempt, reason)
+
+
+def begin_anew(record: P) -> None:
+    record.reason = None
+    record.detail = ""
+    record.bytes = 0
+    record.runs = 0
+    record.spent_ms.clear()
+
+
+def write(record: P, turn: Turn) -> None:
+    """The rendezvous: both sides are here, so the WRITE starts."""
+    wanted = record.registration
+    assert wanted is not None and record.request_id is not None
+    source = tuple(
+        ids[skip : skip + len(to)]
+        for ids, to, skip in zip(record.blocks, wanted.blocks, wanted.skip, strict=True)
+    )
+    turn.ledger.open_write(record.transfer_id, wanted.attempt, record.request_id)
+    turn.effects.append(
+        PostWrite(
+            transfer_id=record.transfer_id,
+            attempt=wanted.attempt,
+            agent=wanted.peer,
+            source=source,
+            destination=wanted.blocks,
+        )
+    )
+
+
+def stop(record: P, turn: Turn, reason: Reason) -> None:
+    record.reason = reason
+    stop = StopWrite(transfer_id=record.transfer_id, attempt=record.attempt)
+    turn.effects.append(stop)
+    turn.arm(deadline_key(record), turn.timings.write_drain_s)
+
+
+def close(record: P, turn: Turn) -> None:
+    turn.ledger.close_write(record.transfer_id)
+    release(record, record.request_id, turn)

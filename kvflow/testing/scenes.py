@@ -1,0 +1,43 @@
+"""Where scenarios start: two engines that know each other, and a request with both its legs."""
+
+from kvflow.ids import TransferId
+from kvflow.testing.engines import Consumer, Load, Prefill, Producer
+from kvflow.testing.world import World
+
+T = TransferId("t")
+
+
+def strangers(ranks: int = 1) -> tuple[World, Producer, Consumer]:
+    """A producer `P` and a consumer `C` that have never met, in a fair world."""
+    world = World(skewed=False)
+    return world, world.add_producer("P", ranks=ranks), world.add_consumer("C")
+
+
+def acquainted(ranks: int = 1) -> tuple[World, Producer, Consumer]:
+    """One second has passed, in which a first transfer made the two known to each other."""
+    world, producer, consumer = strangers(ranks)
+    prefill, load = both_legs(producer, consumer, TransferId("warm"))
+    producer.finish(prefill)
+    world.advance(0.99)
+    consumer.leave(load)
+    return world, producer, consumer
+
+
+def both_legs(
+    producer: Producer, consumer: Consumer, transfer_id: TransferId = T
+) -> tuple[Prefill, Load]:
+    """A router dispatches both legs at once; ten milliseconds pass."""
+    prefill = producer.begin(transfer_id)
+    load = consumer.allocate(transfer_id, producer)
+    assert prefill is not None
+    assert load is not None
+    producer.world.advance(0.01)
+    return prefill, load
+
+
+def prefilled(producer: Producer, transfer_id: TransferId = T) -> Prefill:
+    """A prefill whose KV is complete and pinned."""
+    prefill = producer.begin(transfer_id)
+    assert prefill is not None
+    producer.finish(prefill)
+    return prefill

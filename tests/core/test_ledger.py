@@ -1,0 +1,81 @@
+"""The ledger objects to what must never happen, and is empty when all has ended."""
+
+import pytest
+
+from kvflow.core.ledger import Ledger
+from kvflow.errors import LocalProtocolError
+from kvflow.ids import Rank, RequestId, TransferId
+
+R, OTHER = RequestId("r"), RequestId("other")
+T = TransferId("t")
+NOBODY: frozenset[object] = frozenset()
+
+
+def test_a_block_has_one_live_load_s1() -> None:
+    ledger = Ledger()
+    ledger.reserve(R, ((1, 2), (1,)))
+    with pytest.raises(LocalProtocolError, match="S1"):
+        ledger.reserve(OTHER, ((3,), (1,)))
+    ledger.reserve(OTHER, ((3,), (2,)))
+
+
+def test_a_request_has_one_load_s1() -> None:
+    ledger = Ledger()
+    ledger.reserve(R, ((1,),))
+    with pytest.raises(LocalProtocolError, match="S1"):
+        ledger.reserve(R, ((2,),))
+
+
+def test_blocks_are_not_given_back_while_a_rank_may_write_s2() -> None:
+    ledger = Ledger()
+    ledger.reserve(R, ((1,),))
+    with pytest.raises(LocalProtocolError, match="S2"):
+        ledger.give_back(R, frozenset({Rank(0, 0)}))
+    assert ledger.holds(R)
+
+
+def test_blocks_are_given_back_once_and_can_then_be_reserved_s5() -> None:
+    ledger = Ledger()
+    ledger.reserve(R, ((1,),))
+    ledger.give_back(R, NOBODY)
+    with pytest.raises(LocalProtocolError, match="S5"):
+        ledger.give_back(R, NOBODY)
+    ledger.reserve(OTHER, ((1,),))
+
+
+def test_blocks_are_not_released_while_a_write_is_outstanding_s3() -> None:
+    ledger = Ledger()
+    ledger.pin(R)
+    ledger.open_write(T, 1, R)
+    with pytest.raises(LocalProtocolError, match="S3"):
+        ledger.unpin(R)
+    ledger.close_write(T)
+    ledger.unpin(R)
+    assert ledger.empty
+
+
+def test_a_prefill_is_pinned_and_unpinned_once_s3_s5() -> None:
+    ledger = Ledger()
+    ledger.pin(R)
+    with pytest.raises(LocalProtocolError, match="S3"):
+        ledger.pin(R)
+    ledger.unpin(R)
+    with pytest.raises(LocalProtocolError, match="S5"):
+        ledger.unpin(R)
+
+
+def test_a_write_is_opened_once_and_only_from_a_pinned_prefill_s4() -> None:
+    ledger = Ledger()
+    with pytest.raises(LocalProtocolError, match="S4"):
+        ledger.open_write(T, 1, R)
+    ledger.pin(R)
+    ledger.open_write(T, 1, R)
+    with pytest.raises(LocalProtocolError, match="S4"):
+        ledger.open_write(T, 1, R)
+    assert ledger.is_open(T, 1)
+    assert not ledger.is_open(T, 2)
+
+
+def test_a_write_that_is_not_open_cannot_be_closed_s4() -> None:
+    with pytest.raises(LocalProtocolError, match="S4"):
+        Ledger().close_write(T)
