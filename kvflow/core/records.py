@@ -139,8 +139,12 @@ class Records:
             self._forget_producer(record)
 
     def fire_consumer(self, record: ConsumerRecord, trigger: str, event: Any, turn: Turn) -> None:
+        before = self.engines.get(record.address)
         self._fire(consumer_table.TABLE, record, trigger, event, turn)
         engine = self.engines.get(record.address)
+        if before is not None and before is not engine:
+            before.using.discard(record.request_id)
+            before.waiting.discard(record.request_id)
         if engine is not None:
             if record.state in consumer.ASKING and record.agents:
                 engine.using.add(record.request_id)

@@ -5,6 +5,7 @@ that did not; what is refused or ignored is counted by kind, and warned of when 
 each time its count has grown tenfold.
 """
 
+import contextlib
 from collections import Counter
 
 from kvflow.core import REASONS, TABLES, Reason
@@ -33,6 +34,8 @@ class Watch:
                 self._trace.write(moved)
             except OSError as error:
                 self._log.warning("trace ends here", error=error)
+                with contextlib.suppress(OSError):
+                    self._trace.close()
                 self._trace = None
         self._log.debug(
             f"{moved.machine} {moved.source} -> {moved.dest}",

@@ -139,6 +139,12 @@ class Producer:
                 ev.PrefillStarted(transfer_id=prefill.transfer_id, request_id=prefill.request_id)
             )
 
+    def repeat(self, prefill: Prefill) -> None:
+        """Say once more that the prompt is computed, as for a second chunk of it."""
+        self._tell(
+            ev.PrefillStarted(transfer_id=prefill.transfer_id, request_id=prefill.request_id)
+        )
+
     def finish(self, prefill: Prefill) -> None:
         prefill.state = "finished"
         prefill.held_by = {node.agent for node in self.nodes}
@@ -286,10 +292,13 @@ class Consumer:
         load.state = "over"
         self.pool.give(load.blocks)
 
-    def release(self, transfer_id: TransferId, producer: Producer) -> RequestId:
+    def release(
+        self, transfer_id: TransferId, producer: Producer, again: Load | None = None
+    ) -> RequestId:
         """Everything is cached here: nothing has to be moved."""
         self.attempts += 1
-        request_id = RequestId(f"{self.name}.c{self.world.next_number()}")
+        number = self.world.next_number()
+        request_id = again.request_id if again else RequestId(f"{self.name}.c{number}")
         self.node.take(
             ev.ReleaseWanted(
                 transfer_id=transfer_id,

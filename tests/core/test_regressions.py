@@ -7,7 +7,7 @@ from kvflow.core import effects as ef
 from kvflow.core import events as ev
 from kvflow.core.notices import Cancel, Failed, Register, Renew
 from kvflow.errors import LocalProtocolError
-from kvflow.ids import AgentName, Incarnation, Rank, TransferId
+from kvflow.ids import Address, AgentName, Incarnation, Rank, TransferId
 from kvflow.testing import bench as b
 from kvflow.testing.bench import ADDRESS, C1, C2, P0, P1, Bench, T
 from kvflow.testing.scenes import acquainted, both_legs, prefilled
@@ -174,22 +174,19 @@ def test_a_request_preempted_while_its_release_is_unanswered_may_load_f9() -> No
 def test_ranks_that_wrote_different_prefills_make_no_load_s6() -> None:
     """One rank gave the first prefill to a consumer that is gone, the other had it still."""
     world, producer, consumer = acquainted(ranks=2)
-    first, second = producer.nodes
+    first = producer.nodes[0].agent
     prefilled(producer)
     gone = world.add_consumer("D")
-    world.network.cut(first.agent, gone.node.agent, data=True)
-    gone.allocate(TransferId("t"), producer)
-    world.advance(0.1)
+    world.network.lose_all(lambda frame: {frame.sender, frame.receiver} == {first, gone.node.agent})
+    gone.allocate(T, producer)
+    world.advance(6.0)
     world.network.heal()
-    gone.allocate(TransferId("t"), producer)
-    world.advance(7.0)
-    load = consumer.allocate(TransferId("t"), producer)
+    load = consumer.allocate(T, producer)
     world.advance(0.5)
     prefilled(producer)
     world.advance(0.5)
     assert load is not None
-    assert load.state == "failed"
-    assert (first.alive, second.alive) == (True, True)
+    assert (load.state, load.reason) == ("failed", Reason.AMBIGUOUS)
     world.everything_ends()
 
 
@@ -268,3 +265,20 @@ def test_two_worlds_of_one_seed_are_the_same() -> None:
         return [repr(entry) for entry in world.log]
 
     assert run() == run()
+
+
+def test_a_request_that_turns_to_another_producer_does_not_use_the_first_any_more_f9() -> None:
+    bench = Bench()
+    bench.take(b.release(attempt=5))
+    bench.meet()
+    bench.take(b.allocated(attempt=6, address=Address("another", 5600)))
+    assert [sorted(each.using) for each in bench.engine.records.engines.values()] == [[], []]
+
+
+def test_a_second_release_of_one_request_replaces_the_first_f23() -> None:
+    bench = Bench()
+    bench.take(b.release(attempt=5))
+    bench.meet()
+    bench.take(b.release(attempt=6, of=OTHER))
+    assert bench.sent(P0)[-1] == Cancel(transfer_id=OTHER, attempt=6)
+    assert list(bench.engine.records.load_of) == [OTHER]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.core import Timings
-from kvflow.core.clocks import CLOCK_DRIFT_MAX, STAMP_AGE_MAX_S, Clocks
+from kvflow.core.clocks import CLOCK_DRIFT_MAX, Clocks
 from kvflow.errors import ConfigurationError
 from kvflow.testing import bench as b
 from kvflow.testing.bench import C1, P0, Bench, T
@@ -57,7 +57,6 @@ def test_a_producers_clock_is_never_taken_for_later_than_it_is_s2(
     now = (arrivals[-1][0] if arrivals else 0.0) + later
     estimate = clocks.estimate(P0, now)
     assert estimate is None or estimate <= skew + now * (1 + drift) + 1e-6
-    assert estimate is not None or not arrivals or later > STAMP_AGE_MAX_S / 2
 
 
 def transferring() -> Bench:
@@ -123,27 +122,26 @@ def test_a_paused_write_still_ends_when_nobody_renews_f3() -> None:
     assert bench.produced == "draining"
 
 
-@pytest.mark.parametrize("cut_after_s", [0.0, 0.2, 0.5, 0.9])
-def test_a_living_producer_that_cannot_be_heard_stops_before_blocks_are_reused_s2(
-    cut_after_s: float,
+@pytest.mark.parametrize("finished_after_s", [0.1, 0.5, 2.5, 4.5, 4.9, 9.0, 25.0])
+def test_a_living_producer_that_cannot_be_heard_writes_nothing_into_reused_blocks_s2(
+    finished_after_s: float,
 ) -> None:
     """Only notices are cut: its writes would still land. The world checks where they land."""
     world, producer, consumer = acquainted()
     world.faults.slow_slices = 1.0
-    legs = [both_legs(producer, consumer, T) for T in map(b.TransferId, "uvwxyz")]
-    for prefill, _ in legs:
-        producer.finish(prefill)
-    world.advance(cut_after_s)
-    world.network.cut(producer.nodes[0].agent, consumer.node.agent, data=True)
-    world.network._data_cut.clear()
-    for _ in range(100):
+    legs = [both_legs(producer, consumer, b.TransferId(name)) for name in "uvwxyz"]
+    world.network.cut(producer.nodes[0].agent, consumer.node.agent, data=False)
+    for tenth in range(300):
+        if tenth == round(10 * finished_after_s):
+            for prefill, _ in legs:
+                producer.finish(prefill)
         world.advance(0.1)
         consumer.allocate(b.TransferId(f"t{world.next_number()}"), producer)
     assert {load.state for _, load in legs} <= {"failed", "received"}
     world.everything_ends()
 
 
-@pytest.mark.parametrize("seconds", [0.5, 1.1, 2.0, 4.0, 8.0, 40.0])
+@pytest.mark.parametrize("seconds", [1.1, 4.0, 8.0, 40.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_producer_that_was_stopped_for_a_while_writes_nothing_into_reused_blocks_s2(
     seconds: float, seed: int
@@ -151,7 +149,7 @@ def test_a_producer_that_was_stopped_for_a_while_writes_nothing_into_reused_bloc
     world, producer, consumer = acquainted()
     world.rng.seed(seed)
     world.faults.slow_slices = 0.7
-    legs = [both_legs(producer, consumer, T) for T in map(b.TransferId, "uvwxyz")]
+    legs = [both_legs(producer, consumer, b.TransferId(name)) for name in "uvwxyz"]
     for prefill, _ in legs:
         producer.finish(prefill)
     world.advance(0.3)

@@ -27,7 +27,7 @@ def network() -> MemoryNetwork:
 def make_side(network: MemoryNetwork, clock: Clock) -> Callable[..., Side]:
     def make(name: str, **options: object) -> Side:
         options.setdefault("settings", SMALL_SLICES)
-        return Side(name, network, clock, **options)  # type: ignore[arg-type]
+        return Side(name, network, clock, **options)
 
     return make
 

@@ -15,7 +15,7 @@ from .sides import Memory, identity
 
 HERE = "127.0.0.1"
 WAIT_S = 30.0
-HELLO = identity(Memory(seed=1), "engine").hello("engine/agent", b"metadata")  # type: ignore[arg-type]
+HELLO = identity(Memory(seed=1), "engine").hello("engine/agent", b"metadata")
 REQUEST = codec.encode(m.MeetRequest(engine_id="asker"))
 
 

@@ -185,7 +185,7 @@ class Side:
     def state(self, machine: str, key: str) -> str:
         records = self.driver.engine.records
         table = records.producers if machine == "producer" else records.consumers
-        record = table.get(key)  # type: ignore[call-overload]
+        record = table.get(key)
         return record.state if record else "none"
 
 
@@ -288,7 +288,7 @@ def allocated(
 def frame_of(side: Side, *notices: object, **changes: object) -> bytes:
     """A frame as `side` would send it, its coordinates changed."""
     hello = m.Hello(**{**_fields(side.driver.hello), **changes})
-    return codec.encode_frame(notices, hello)  # type: ignore[arg-type]
+    return codec.encode_frame(notices, hello)
 
 
 def _fields(hello: m.Hello) -> dict[str, object]:
@@ -296,4 +296,4 @@ def _fields(hello: m.Hello) -> dict[str, object]:
 
 
 def changed(facts: Facts, **fields: object) -> Facts:
-    return replace(facts, **fields)  # type: ignore[arg-type]
+    return replace(facts, **fields)

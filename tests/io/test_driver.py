@@ -130,7 +130,7 @@ def test_s2_nothing_is_posted_before_the_consumer_has_said_until_when(
     may_write = Engine.may_write
 
     def asked(engine: Engine, *args: object) -> bool:
-        allowed.append(may_write(engine, *args))  # type: ignore[arg-type]
+        allowed.append(may_write(engine, *args))
         return allowed[-1]
 
     posts: list[bool] = []
@@ -138,7 +138,7 @@ def test_s2_nothing_is_posted_before_the_consumer_has_said_until_when(
 
     def posted(*args: object) -> int:
         posts.append(allowed[-1])
-        return post(*args)  # type: ignore[arg-type]
+        return post(*args)
 
     monkeypatch.setattr(Engine, "may_write", asked)
     monkeypatch.setattr(pair.producer.port, "post", posted)

@@ -177,7 +177,7 @@ def test_a_consumer_that_differs_is_told_so_when_it_registers_all_the_same(
     producer.driver.look()
     ((_, payload),) = consumer.port.receive()
     notices, _ = codec.decode_frame(payload)
-    assert [notice.reason for notice in notices] == [Reason.INCOMPATIBLE]  # type: ignore[union-attr]
+    assert [notice.reason for notice in notices] == [Reason.INCOMPATIBLE]
     assert pair.producer.notes.refusals[0][0] == "peer"
 
 
@@ -209,7 +209,7 @@ def hellos_sent(pair: Pair, side: Side) -> list[bool]:
         sent.append(codec.decode_frame(payload)[1] is not None)
         send(name, payload)
 
-    side.port.send = watched  # type: ignore[method-assign]
+    side.port.send = watched
     return sent
 
 
@@ -262,4 +262,4 @@ def test_a_cancel_of_an_unknown_transfer_is_answered(pair: Pair) -> None:
     pair.producer.driver.look()
     ((_, payload),) = pair.consumer.port.receive()
     ((answer,), _) = codec.decode_frame(payload)
-    assert answer.reason is Reason.CANCELLED  # type: ignore[union-attr]
+    assert answer.reason is Reason.CANCELLED

@@ -95,7 +95,7 @@ def test_a_taken_port_is_a_transport_error_that_names_the_address() -> None:
     async def check() -> None:
         async with serving() as served:
             other = SideChannelServer(
-                reply=lambda: None,  # type: ignore[arg-type, return-value]
+                reply=lambda: None,
                 refused=lambda *_: None,
                 connections_max=1,
             )

@@ -233,7 +233,7 @@ def test_what_is_submitted_while_closing_is_reported_too(
             consumer.load("late", tarpit.address, [20])
             producer.finish_prefill("late", [20])
 
-    driver.take = take_and_more  # type: ignore[method-assign]
+    driver.take = take_and_more
     closes(closing)
     closing.collect()
     reported = [request for request, _ in closing.received]

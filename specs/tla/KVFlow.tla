@@ -1,0 +1,613 @@
+------------------------------- MODULE KVFlow -------------------------------
+(***************************************************************************)
+(* kvflow's protocol (specs/protocol.md) between one consumer worker and   *)
+(* the ranks of one producer engine.                                       *)
+(*                                                                         *)
+(* The consumer loads attempt after attempt into ONE place in its memory   *)
+(* (one part of it per rank and slice), so whatever is written too late is *)
+(* seen in somebody else's blocks.  Each attempt is of some transfer.      *)
+(*                                                                         *)
+(* What is left out, and why that is sound, is in README.md beside this.   *)
+(***************************************************************************)
+EXTENDS Naturals, FiniteSets, TLC
+
+CONSTANTS
+    Ranks,        \* producer ranks, all expected by the consumer
+    Transfers,    \* transfer ids
+    First,        \* the one that attempt 1 is of
+    MaxAttempt,   \* registrations of the consumer engine (decision 0001)
+    MaxPrefill,   \* prefills per transfer id; more than one: the id is used again
+    MaxFaults,    \* how many faults may happen
+    Slices,       \* slices that a rank owes
+    Faults,       \* which of AllFaults may happen
+    Pauses,       \* whether permissions may expire between two renewals
+    Broken        \* "none", or one of the mistakes in Mistakes
+
+AllFaults == {"giveup", "lose", "expire", "fail", "abort", "crash", "drop", "forget", "renew"}
+    \* giveup  the consumer aborts, or the deadline of a load passes
+    \* lose    the consumer takes the producer engine for lost
+    \* expire  a producer's lease or deadline ends
+    \* fail    a slice fails
+    \* abort   vLLM aborts a prefill
+    \* crash   a producer rank crashes, and the engine may come back
+    \* drop    a producer rank takes the consumer for lost, and forgets it
+    \* Not counted, since they are everyday life, but left out of some models:
+    \* forget  tombstones are forgotten
+    \* renew   renewals are sent, and answered
+
+Mistakes == {
+    "none",
+    "done_counted",             \* DONE is counted, not collected as a set of ranks
+    "freed_before_cancelled",   \* blocks given back before every rank has settled
+    "write_not_rechecked",      \* a slice is posted though the record is not live any more
+    "fence_skipped",            \* blocks given back as soon as a peer is lost
+    "stale_register_accepted",  \* a registration that was settled is put on record again
+    "prefills_mixed",           \* the ranks may have written two prefills of one id
+    "silent_rank_awaited"}      \* a rank that does not answer a cancel is awaited for ever
+
+ASSUME /\ First \in Transfers
+       /\ Faults \subseteq AllFaults
+       /\ Pauses \in BOOLEAN
+       /\ Broken \in Mistakes
+       /\ {MaxAttempt, MaxPrefill, Slices} \subseteq Nat \ {0}
+       /\ MaxFaults \in Nat
+
+VARIABLES
+    load,     \* consumer: record of each attempt
+    back,     \* consumer: attempts whose blocks vLLM has again
+    mem,      \* consumer: what is in the blocks, by rank and slice: <<attempt, prefill>>
+    met,      \* consumer: "current", or "old" (met, and restarted since), or "none"
+    open,     \* permissions to write that may not have expired: <<attempt, rank>>
+    net,      \* every message that may still arrive, any number of times
+    flights,  \* slices on their way
+    prod,     \* producer: record of each rank and transfer id
+    floor,    \* producer: per rank, highest attempt that was forgotten
+    prefills, \* producer: prefills so far, per rank and transfer id
+    up,       \* producer: which ranks are running
+    spent     \* faults so far
+
+vars == <<load, back, mem, met, open, net, flights, prod, floor, prefills, up, spent>>
+consumer == <<load, back, mem, met, open>>
+producer == <<prod, floor, prefills, up>>
+
+Attempts == 1..MaxAttempt
+
+Fault(kind) == kind \in Faults /\ spent < MaxFaults /\ spent' = spent + 1
+Nobody == [st |-> "idle", att |-> 0, k |-> 0, posted |-> 0, bad |-> FALSE, w |-> FALSE,
+           settled |-> 0]
+Empty == [r \in Ranks |-> [n \in 1..Slices |-> <<0, 0>>]]
+
+(* States of a load.  "asking" is registering, registered and transferring; they differ only in   *)
+(* what is sent again.  "finished" is received, and the request has ended since.                  *)
+Live(a) == load[a].st \in {"asking", "draining", "fencing"}
+Over(a) == load[a].st \in {"received", "failed", "finished"}
+Listening(a) == load[a].st \in {"asking", "draining"}
+Owners == {a \in Attempts : (Live(a) \/ load[a].st = "received") /\ a \notin back}
+Unsettled(a) == {r \in Ranks : load[a].out[r] = "open"}
+
+(* States of a producer's record.  "idle" is no record, or unknown, allocated, preempted: there is *)
+(* neither a registration nor a finished prefill.  "held" is held and registered.                  *)
+Max(i, j) == IF i > j THEN i ELSE j
+MaxOf(S) == CHOOSE i \in S : \A j \in S : j <= i
+
+-----------------------------------------------------------------------------
+(* Messages.  `net` is a set: what is in it may arrive at any time, again and again, in any order, *)
+(* or never; that is loss, duplication, delay and reordering in one.  Taken out is only what could *)
+(* not have an effect any more (for fewer states), and what belonged to a dead incarnation.        *)
+(*                                                                                                 *)
+(* `accepted` lets the consumer renew, and changes nothing else that is modelled; so whoever sends  *)
+(* it puts the renewal that may follow into `net` at once.                                         *)
+(* `alive` is no kind of its own: with the standing failed or unknown it is to the consumer what   *)
+(* `failed` is (trigger rank_failed), else what `accepted` is; standing done comes with a `done`.  *)
+
+Msg(kind, a, r, k) == [kind |-> kind, a |-> a, r |-> r, k |-> k]
+FromProducer == {"done", "failed"}
+Kinds == {"register", "renew", "cancel"} \union FromProducer
+
+ToProducer(kind, a, ranks) ==
+    {Msg(kind, a, r, 0) : r \in IF met = "current" THEN ranks \intersect up ELSE {}}
+
+\* Nobody listens to what is said of a load that is over or fenced.
+ToConsumer(kind, a, r, k) == IF Listening(a) THEN {Msg(kind, a, r, k)} ELSE {}
+
+\* `accepted` or `alive`, as answered by the next renewal.
+Accepted(a, r) == IF load[a].st = "asking" /\ "renew" \in Faults THEN ToProducer("renew", a, {r}) ELSE {}
+
+\* What is left of `net` when these attempts have ended.
+Without(as) == {m \in net : ~(m.a \in as /\ m.kind \in FromProducer \union {"renew"})}
+
+-----------------------------------------------------------------------------
+(* Consumer: the load.                                                                             *)
+
+NewLoad == [st |-> "new", xfer |-> First, out |-> [r \in Ranks |-> "open"],
+            kv |-> [r \in Ranks |-> 0], count |-> 0]
+
+\* The next attempt, into the same blocks.  vLLM allocates only what it has.  It is a retry
+\* under the same transfer id if the model has only one, else another transfer.
+Load(a, t) ==
+    /\ load[a].st = "new"
+    /\ t = First <=> Cardinality(Transfers) = 1
+    /\ met # "none"
+    /\ \A b \in Attempts : b < a => b \in back
+    /\ load' = [load EXCEPT ![a] = [NewLoad EXCEPT !.st = "asking", !.xfer = t]]
+    /\ mem' = Empty
+    /\ net' = net \union ToProducer("register", a, Ranks)
+    /\ open' = open \union {<<a, r>> : r \in Ranks}
+    /\ UNCHANGED <<back, met, flights, producer, spent>>
+
+\* The next registration or renewal that goes out carries a new permission.
+Renew(a, r) ==
+    /\ load[a].st = "asking"
+    /\ load[a].out[r] = "open"
+    /\ <<a, r>> \notin open
+    /\ open' = open \union {<<a, r>>}
+    /\ UNCHANGED <<load, back, mem, met, net, flights, producer, spent>>
+
+\* Permissions end by the producer's clock, wherever the messages are that carry them (decision
+\* 0006), so it does not matter whether those have arrived.  While the load asks, the next renewal
+\* gives a new one; that nothing is posted in between is possible anyway.
+PermissionExpires(a, r) ==
+    /\ <<a, r>> \in open
+    /\ Pauses \/ load[a].st # "asking"
+    /\ open' = open \ {<<a, r>>}
+    /\ UNCHANGED <<load, back, mem, met, net, flights, producer, spent>>
+
+\* What matters of a record from now on; the rest is reset, so that fewer states differ.
+Into(a, st, out) ==
+    [load[a] EXCEPT !.st = st, !.kv = NewLoad.kv, !.count = 0,
+                    !.out = CASE st = "draining" -> [r \in Ranks |-> IF out[r] = "open" THEN "open"
+                                                                     ELSE "failed"]
+                              [] st = "fencing" -> out
+                              [] OTHER -> NewLoad.out]
+
+GiveBack(as) == back' = back \union as
+
+\* Asked to stop are all whose outcome is open.
+Drain(a, out) ==
+    /\ load' = [load EXCEPT ![a] = Into(a, "draining", out)]
+    /\ GiveBack(IF Broken = "freed_before_cancelled" THEN {a} ELSE {})
+    /\ net' = net \union ToProducer("cancel", a, {r \in Ranks : out[r] = "open"})
+    /\ mem' = mem
+
+End(a, st) ==
+    /\ load' = [load EXCEPT ![a] = Into(a, st, NewLoad.out)]
+    /\ GiveBack(IF st = "received" THEN {} ELSE {a})
+    /\ net' = Without({a})
+    /\ mem' = IF st = "received" THEN mem ELSE Empty
+
+GiveUp(a) ==
+    /\ Fault("giveup")
+    /\ load[a].st = "asking"
+    /\ Drain(a, load[a].out)
+    /\ UNCHANGED <<met, open, flights, producer>>
+
+HearDone(m) ==
+    LET a == m.a
+        counted == load[a].count + (IF Broken = "done_counted" THEN 1 ELSE 0)
+        out == [load[a].out EXCEPT ![m.r] = "done"]
+        kv == [load[a].kv EXCEPT ![m.r] = m.k]
+        complete == IF Broken = "done_counted" THEN counted = Cardinality(Ranks)
+                    ELSE \A r \in Ranks : out[r] = "done"
+        same == \A r, q \in Ranks : kv[r] = kv[q] \/ Broken \in {"prefills_mixed", "done_counted"}
+        Note(l) == /\ load' = [load EXCEPT ![a] = l]
+                   /\ UNCHANGED <<back, mem, net>>
+    IN
+    /\ m.kind = "done" /\ met # "none"
+    /\ CASE load[a].st = "asking" ->
+               IF complete THEN End(a, IF same THEN "received" ELSE "failed")
+               ELSE Note([load[a] EXCEPT !.out = out, !.kv = kv, !.count = counted])
+         [] load[a].st = "draining" ->     \* settled, too late to count
+               IF Unsettled(a) \subseteq {m.r} THEN End(a, "failed") ELSE Note(Into(a, "draining", out))
+         [] OTHER -> FALSE
+    /\ UNCHANGED <<met, open, flights, producer, spent>>
+
+HearFailed(m) ==
+    LET a == m.a IN
+    /\ m.kind = "failed" /\ met # "none" /\ Listening(a)
+    /\ load[a].out[m.r] = "open"     \* else a duplicate, or the rank has forgotten that it is done
+    /\ IF Unsettled(a) = {m.r} THEN End(a, "failed")
+       ELSE Drain(a, [load[a].out EXCEPT ![m.r] = "failed"])
+    /\ UNCHANGED <<met, open, flights, producer, spent>>
+
+\* A rank was silent for too long, did not answer a cancel, or could not be sent to: its whole engine
+\* is torn down.  Nobody tells the producer, which may be alive and writing.
+Lose ==
+    LET hit == {a \in Attempts : Listening(a)}
+        end == IF Broken = "fence_skipped" THEN "failed" ELSE "fencing"
+    IN
+    /\ met # "none"
+    /\ hit # {}
+    /\ met' = "none"
+    /\ load' = [a \in Attempts |-> IF a \notin hit THEN load[a] ELSE
+           Into(a, end, [r \in Ranks |-> IF load[a].out[r] = "open" THEN "lost" ELSE "failed"])]
+    /\ GiveBack(IF Broken = "fence_skipped" THEN hit ELSE {})
+    /\ net' = {m \in Without(hit) : met = "current" \/ m.kind \notin FromProducer}
+    /\ UNCHANGED <<mem, open, flights, producer>>
+
+LoseAny == Fault("lose") /\ Lose
+
+\* ... which is the only way out if a rank never answers a cancel.
+LoseSilent == /\ \E a \in Attempts : load[a].st = "draining"
+              /\ Broken # "silent_rank_awaited"
+              /\ Lose
+              /\ UNCHANGED spent
+
+\* The fence time, as an assumption about time: it is longer than a permission lasts after it was
+\* last given, plus the time that a permitted slice takes (`Timings`).
+FenceEnds(a) ==
+    /\ load[a].st = "fencing"
+    /\ \A r \in Ranks : load[a].out[r] = "lost" =>
+           /\ <<a, r>> \notin open
+           /\ ~\E s \in flights : s.r = r /\ s.a = a
+    /\ End(a, "failed")
+    /\ UNCHANGED <<met, open, flights, producer, spent>>
+
+RequestEnds(a) ==
+    /\ load[a].st = "received"
+    /\ End(a, "finished")
+    /\ UNCHANGED <<met, open, flights, producer, spent>>
+
+\* The side channel tells who the workers are now; the same as before, if there was no restart.
+Meet ==
+    /\ met = "none"
+    /\ up = Ranks
+    /\ met' = "current"
+    /\ UNCHANGED <<load, back, mem, open, net, flights, producer, spent>>
+
+-----------------------------------------------------------------------------
+(* Producer: prefill and registration.                                                             *)
+
+Xfer(a) == load[a].xfer
+Settle(p, a) == [p EXCEPT !.settled = Max(@, a)]
+Ended(p, a) == [Settle(p, a) EXCEPT !.st = "failed"]
+BeginWrite(p) == [p EXCEPT !.st = "transferring", !.posted = 0, !.bad = FALSE, !.w = TRUE]
+InFlight(r, t) == {s \in flights : s.own /\ s.r = r /\ Xfer(s.a) = t}
+
+\* The prompt's KV is complete at this rank.  (Its start is folded into this.)  A second prefill
+\* with this id is a rival while the first is not over, else the id is used again.
+Prefilled(r, t) ==
+    LET p == prod[r][t]
+        k == prefills[r][t] + 1
+    IN
+    /\ r \in up
+    /\ prefills[r][t] < MaxPrefill
+    \* It could come before the load too; but then registrations that arrive later are the same.
+    /\ \E a \in Attempts : load[a].st # "new" /\ Xfer(a) = t
+    /\ prefills' = [prefills EXCEPT ![r][t] = k]
+    /\ prod' = [prod EXCEPT ![r][t] =
+           CASE p.st = "idle" -> [p EXCEPT !.st = "prefilled", !.k = k]
+             [] p.st = "held" -> BeginWrite([p EXCEPT !.k = k])
+             [] p.st = "failed" /\ p.k = 0 -> [p EXCEPT !.k = k]
+             [] p.st \in {"sent", "failed"} /\ p.k # 0 ->
+                    [Settle(p, p.att) EXCEPT !.st = "prefilled", !.att = 0, !.k = k]
+             [] p.st = "prefilled" -> [p EXCEPT !.st = "failed"]
+             [] p.st \in {"transferring", "draining"} -> [p EXCEPT !.st = "draining"]]
+    /\ UNCHANGED <<consumer, net, flights, floor, up, spent>>
+
+PrefillAborted(r, t) ==
+    LET p == prod[r][t] IN
+    /\ Fault("abort")
+    /\ r \in up
+    /\ prefills[r][t] < MaxPrefill
+    /\ \E a \in Attempts : load[a].st # "new" /\ Xfer(a) = t
+    /\ p.st \in {"idle", "held"}
+    /\ prefills' = [prefills EXCEPT ![r][t] = @ + 1]
+    /\ prod' = [prod EXCEPT ![r][t] = [Ended(p, p.att) EXCEPT !.k = prefills[r][t] + 1]]
+    /\ net' = net \union (IF p.att = 0 THEN {} ELSE ToConsumer("failed", p.att, r, 0))
+    /\ UNCHANGED <<consumer, flights, floor, up>>
+
+\* What `register` means (core/classify.py), and what the rows make of it: the record, and the answer.
+TakeRegister(m) ==
+    LET a == m.a
+        r == m.r
+        t == Xfer(a)
+        p == prod[r][t]
+        Is(q, answer) == /\ prod' = [prod EXCEPT ![r][t] = q]
+                         /\ net' = net \union answer
+        accepted == Accepted(a, r)
+        failed == ToConsumer("failed", a, r, 0)
+        Again == CASE p.st \in {"held", "transferring", "draining"} -> Is(p, accepted)
+                   [] p.st = "sent" -> Is(p, ToConsumer("done", a, r, p.k))
+                   [] p.st = "failed" -> Is(Settle(p, a), failed)
+        Stale == Is(p, failed)
+        Fresh == CASE p.st = "idle" -> Is([p EXCEPT !.st = "held", !.att = a], accepted)
+                   [] p.st = "prefilled" -> Is(BeginWrite([p EXCEPT !.att = a]), accepted)
+                   [] p.st = "failed" -> Is(Settle(p, a), failed)
+        Anew == CASE p.st = "held" -> Is([Settle(p, p.att) EXCEPT !.att = a], accepted)
+                  [] p.st = "transferring" -> Is([Settle(p, a) EXCEPT !.st = "draining"], failed)
+                  [] p.st \in {"draining", "sent", "failed"} -> Is(Settle(p, a), failed)
+        outdated == /\ a <= Max(floor[r], p.settled) \/ a < p.att
+                    /\ Broken # "stale_register_accepted"
+    IN
+    /\ m.kind = "register" /\ r \in up
+    /\ IF p.att = a THEN Again
+       ELSE IF outdated THEN Stale
+       ELSE IF p.att = 0 THEN Fresh
+       ELSE Anew
+    /\ UNCHANGED <<consumer, flights, floor, prefills, up, spent>>
+
+TakeCancel(m) ==
+    LET a == m.a
+        r == m.r
+        t == Xfer(a)
+        p == prod[r][t]
+        asked == IF p.att = 0 THEN a > p.settled ELSE a >= p.att
+        answer == ToConsumer("failed", a, r, 0)
+    IN
+    /\ m.kind = "cancel" /\ r \in up
+    /\ IF asked /\ p.st \in {"transferring", "draining"}
+       THEN /\ prod' = [prod EXCEPT ![r][t] = [Settle(p, a) EXCEPT !.st = "draining"]]
+            /\ net' = net     \* "stopping"; `failed` comes when the last handle has ended
+       ELSE /\ prod' = [prod EXCEPT ![r][t] =
+                           IF asked /\ p.st \in {"idle", "held", "prefilled"} THEN Ended(p, a)
+                           ELSE IF p.st = "idle" THEN p ELSE Settle(p, a)]
+            /\ net' = net \union answer
+    /\ UNCHANGED <<consumer, flights, floor, prefills, up, spent>>
+
+TakeRenew(m) ==
+    LET a == m.a
+        r == m.r
+        p == prod[r][Xfer(a)]
+    IN
+    /\ m.kind = "renew" /\ r \in up
+    /\ net' = net \union
+           IF p.att # a THEN ToConsumer("failed", a, r, 0)    \* alive, unknown
+           ELSE CASE p.st \in {"held", "transferring", "draining"} -> Accepted(a, r)
+                  [] p.st = "sent" -> ToConsumer("done", a, r, p.k)
+                  [] p.st = "failed" -> ToConsumer("failed", a, r, 0)
+    /\ UNCHANGED <<consumer, flights, producer, spent>>
+
+-----------------------------------------------------------------------------
+(* Producer: the write, which starts, lands and completes in steps of its own.                     *)
+
+\* Engine.may_write, asked before every slice.
+MayWrite(r, t) ==
+    /\ prod[r][t].st = "transferring"
+    /\ <<prod[r][t].att, r>> \in open
+
+PostSlice(r, t) ==
+    LET p == prod[r][t] IN
+    /\ r \in up
+    /\ p.w /\ ~p.bad /\ p.posted < Slices
+    /\ IF Broken = "write_not_rechecked" THEN <<p.att, r>> \in open ELSE MayWrite(r, t)
+    /\ prod' = [prod EXCEPT ![r][t].posted = @ + 1]
+    /\ flights' = flights \union
+           {[r |-> r, a |-> p.att, k |-> p.k, n |-> p.posted + 1, own |-> TRUE]}
+    /\ UNCHANGED <<consumer, net, floor, prefills, up, spent>>
+
+SliceLands(s) ==
+    /\ flights' = flights \ {s}
+    /\ mem' = IF Owners = {} THEN mem ELSE [mem EXCEPT ![s.r][s.n] = <<s.a, s.k>>]
+    /\ UNCHANGED <<load, back, met, open, net, producer, spent>>
+
+SliceFails(s) ==
+    LET t == Xfer(s.a) IN
+    /\ Fault("fail")
+    /\ flights' = flights \ {s}
+    /\ prod' = IF s.own THEN [prod EXCEPT ![s.r][t].bad = TRUE] ELSE prod
+    /\ UNCHANGED <<consumer, net, floor, prefills, up>>
+
+\* Every handle has ended, and there is nothing more to post.  `own` marks this process's slices.
+WriteEnds(r, t) ==
+    LET p == prod[r][t]
+        failed == ToConsumer("failed", p.att, r, 0)
+        closed == [p EXCEPT !.w = Broken = "write_not_rechecked", !.bad = FALSE, !.posted =
+                       IF Broken = "write_not_rechecked" THEN @ ELSE 0]
+    IN
+    /\ r \in up
+    /\ p.st \in {"transferring", "draining"}
+    /\ InFlight(r, t) = {}
+    /\ \/ /\ p.st = "draining" \/ p.bad
+          /\ prod' = [prod EXCEPT ![r][t] = Ended(closed, p.att)]
+          /\ net' = net \union failed
+       \/ /\ p.st = "transferring" /\ ~p.bad /\ p.posted = Slices
+          /\ prod' = [prod EXCEPT ![r][t] = [closed EXCEPT !.st = "sent"]]
+          /\ net' = net \union ToConsumer("done", p.att, r, p.k)
+    /\ UNCHANGED <<consumer, flights, floor, prefills, up, spent>>
+
+-----------------------------------------------------------------------------
+(* Producer: deadlines, losses, crashes.                                                           *)
+
+Expires(r, t) ==
+    LET p == prod[r][t] IN
+    /\ Fault("expire")
+    /\ r \in up
+    /\ p.st \in {"held", "prefilled", "transferring"}
+    /\ prod' = [prod EXCEPT ![r][t] =
+           IF p.st = "transferring" THEN [p EXCEPT !.st = "draining"] ELSE Ended(p, p.att)]
+    /\ net' = net \union (IF p.st = "held" THEN ToConsumer("failed", p.att, r, 0) ELSE {})
+    /\ UNCHANGED <<consumer, flights, floor, prefills, up>>
+
+\* A tombstone is forgotten; what it had settled stays so by the consumer's floor.
+Forgets(r, t) ==
+    LET p == prod[r][t] IN
+    /\ "forget" \in Faults
+    /\ r \in up
+    /\ p.st \in {"sent", "failed"}
+    /\ prod' = [prod EXCEPT ![r][t] = Nobody]
+    /\ floor' = [floor EXCEPT ![r] = Max(@, Max(p.settled, p.att))]
+    /\ UNCHANGED <<consumer, net, flights, prefills, up, spent>>
+
+\* This rank could not send to the consumer, or could not end a write to it: its record of the
+\* consumer is gone, floor and all, and the next hello makes a new one.
+DropsConsumer(r) ==
+    /\ Fault("drop")
+    /\ r \in up
+    /\ prod' = [prod EXCEPT ![r] = [t \in Transfers |->
+           CASE prod[r][t].st = "held" -> [prod[r][t] EXCEPT !.st = "failed"]
+             [] prod[r][t].st = "transferring" -> [prod[r][t] EXCEPT !.st = "draining"]
+             [] OTHER -> prod[r][t]]]
+    /\ floor' = [floor EXCEPT ![r] = 0]
+    /\ UNCHANGED <<consumer, net, flights, prefills, up>>
+
+\* The process is gone with all it knew.  What it had posted may still land.
+Crash(r) ==
+    /\ Fault("crash")
+    /\ r \in up
+    /\ up' = up \ {r}
+    /\ prod' = [prod EXCEPT ![r] = [t \in Transfers |-> Nobody]]
+    /\ floor' = [floor EXCEPT ![r] = 0]
+    /\ flights' = {IF s.r = r THEN [s EXCEPT !.own = FALSE] ELSE s : s \in flights}
+    /\ net' = {m \in net : m.r = r => m.kind \in FromProducer}
+    /\ UNCHANGED <<consumer, prefills>>
+
+\* The engine comes back, all ranks of it, under a new incarnation.  Messages to the old one reach
+\* nobody; messages of the old one are heard only by a consumer that has not noticed.
+Restart ==
+    /\ up # Ranks
+    /\ up' = Ranks
+    /\ prod' = [r \in Ranks |-> [t \in Transfers |-> Nobody]]
+    /\ floor' = [r \in Ranks |-> 0]
+    /\ prefills' = [r \in Ranks |-> [t \in Transfers |-> MaxOf({prefills[q][t] : q \in Ranks})]]
+    /\ flights' = {[s EXCEPT !.own = FALSE] : s \in flights}
+    /\ met' = IF met = "current" THEN "old" ELSE met
+    /\ net' = {m \in net : met # "none" /\ m.kind \in FromProducer}
+    /\ UNCHANGED <<load, back, mem, open, spent>>
+
+-----------------------------------------------------------------------------
+
+Init ==
+    /\ load = [a \in Attempts |-> IF a = 1 THEN [NewLoad EXCEPT !.st = "asking"] ELSE NewLoad]
+    /\ back = {}
+    /\ mem = Empty
+    /\ met = "current"
+    /\ open = {<<1, r>> : r \in Ranks}
+    /\ net = {Msg("register", 1, r, 0) : r \in Ranks}
+    /\ flights = {}
+    /\ prod = [r \in Ranks |-> [t \in Transfers |-> Nobody]]
+    /\ floor = [r \in Ranks |-> 0]
+    /\ prefills = [r \in Ranks |-> [t \in Transfers |-> 0]]
+    /\ up = Ranks
+    /\ spent = 0
+
+Hear(m) == HearDone(m) \/ HearFailed(m)
+Take(m) == TakeRegister(m) \/ TakeCancel(m) \/ TakeRenew(m)
+
+Next ==
+    \/ \E a \in Attempts :
+           \/ GiveUp(a) \/ FenceEnds(a) \/ RequestEnds(a)
+           \/ \E t \in Transfers : Load(a, t)
+           \/ \E r \in Ranks : Renew(a, r) \/ PermissionExpires(a, r)
+    \/ LoseAny \/ LoseSilent \/ Meet \/ Restart
+    \/ \E m \in net : Hear(m) \/ Take(m)
+    \/ \E s \in flights : SliceLands(s) \/ SliceFails(s)
+    \/ \E r \in Ranks :
+           \/ DropsConsumer(r) \/ Crash(r)
+           \/ \E t \in Transfers :
+                  \/ Prefilled(r, t) \/ PrefillAborted(r, t)
+                  \/ PostSlice(r, t) \/ WriteEnds(r, t)
+                  \/ Expires(r, t) \/ Forgets(r, t)
+
+Spec == Init /\ [][Next]_vars
+
+-----------------------------------------------------------------------------
+(* Safety (specs/invariants.md).                                                                   *)
+
+TypeOK ==
+    /\ \A a \in Attempts :
+           /\ load[a].st \in {"new", "asking", "draining", "fencing", "received", "failed",
+                              "finished"}
+           /\ load[a].xfer \in Transfers
+           /\ \A r \in Ranks : load[a].out[r] \in {"open", "done", "failed", "lost"}
+    /\ back \subseteq Attempts
+    /\ met \in {"current", "old", "none"}
+    /\ open \subseteq Attempts \X Ranks
+    /\ \A m \in net : m.kind \in Kinds
+    /\ \A r \in Ranks, t \in Transfers :
+           /\ prod[r][t].st \in {"idle", "held", "prefilled", "transferring", "draining", "sent",
+                                 "failed"}
+           /\ prod[r][t].att \in 0..MaxAttempt
+           /\ Broken = "none" => prod[r][t].w = (prod[r][t].st \in {"transferring", "draining"})
+
+\* S1: a block is the destination of at most one live load.
+S1 == Cardinality({a \in Attempts : Live(a) \/ load[a].st = "received"}) <= 1
+
+\* S2: destination blocks are not given back while a producer might write them: nothing is on its
+\* way to them, and no rank might post another slice.
+S2 ==
+    \A a \in Attempts : a \in back \/ Over(a) =>
+        /\ \A s \in flights : s.a # a
+        /\ \A r \in up : ~(MayWrite(r, Xfer(a)) /\ prod[r][Xfer(a)].att = a
+                           /\ prod[r][Xfer(a)].posted < Slices)
+
+\* S3: source blocks are not given back while one of our writes may read them.  (Pinned are the
+\* blocks of a record that is prefilled, transferring or draining.)
+S3 ==
+    \A s \in flights : s.own =>
+        LET p == prod[s.r][Xfer(s.a)] IN
+        p.st \in {"transferring", "draining"} /\ p.att = s.a /\ p.k = s.k
+
+\* S4: a slice is posted only from a pinned prefill, while `may_write` holds, one write per transfer.
+\* (A property of steps.)
+S4 ==
+    [][\A s \in flights' : s.own /\ s \notin flights =>
+           /\ MayWrite(s.r, Xfer(s.a))
+           /\ prod[s.r][Xfer(s.a)].att = s.a
+           /\ prod[s.r][Xfer(s.a)].k = s.k
+           /\ \A q \in InFlight(s.r, Xfer(s.a)) : q.a = s.a /\ q.k = s.k]_vars
+
+\* S5: a load is reported to vLLM once: what is over stays as it is.  (A property of steps.)
+S5 ==
+    [][\A a \in Attempts : Over(a) =>
+           load'[a].st = load[a].st \/ (load[a].st = "received" /\ load'[a].st = "finished")]_vars
+
+\* S6: a load that is reported received holds exactly the right bytes, and keeps them: all slices of
+\* all ranks, of one and the same prefill.
+S6 ==
+    \A a \in Attempts : load[a].st = "received" =>
+        \E k \in 1..MaxPrefill : \A r \in Ranks, n \in 1..Slices : mem[r][n] = <<a, k>>
+
+\* S7: nothing lands in a block of another transfer.
+S7 ==
+    \A a \in Owners : \A r \in Ranks, n \in 1..Slices : mem[r][n][1] \in {0, a}
+
+-----------------------------------------------------------------------------
+(* Liveness.  Nothing is assumed of messages: every one may be lost for ever.  Fair are deadlines, *)
+(* slices (they land or fail), and the ends of writes.                                             *)
+
+Deadlines ==
+    /\ \A a \in Attempts : WF_vars(GiveUp(a)) /\ WF_vars(FenceEnds(a)) /\ WF_vars(RequestEnds(a))
+    /\ \A a \in Attempts, r \in Ranks : WF_vars(PermissionExpires(a, r))
+    /\ WF_vars(LoseSilent)
+    /\ WF_vars(\E s \in flights : SliceLands(s))
+    /\ \A r \in Ranks, t \in Transfers :
+           WF_vars(WriteEnds(r, t)) /\ WF_vars(Expires(r, t)) /\ WF_vars(Forgets(r, t))
+
+LiveSpec == Spec /\ Deadlines
+
+\* L1: once the faults stop, every request ends within its deadline, and in the end every table is
+\* empty.  (A duplicate cancel makes a tombstone again, so tables are empty again and again.)
+L1 ==
+    /\ \A a \in Attempts : Live(a) ~> Over(a)
+    /\ \A r \in Ranks, t \in Transfers :
+           /\ <>[](prod[r][t].st \in {"idle", "sent", "failed"})
+           /\ []<>(r \in up => prod[r][t].st = "idle")
+
+(* On a good day (Faults = {}, and what is sent often enough arrives) the KV arrives, however often *)
+(* permissions run out on the way.                                                                  *)
+Progress ==
+    /\ \A r \in Ranks, a \in Attempts :
+           /\ WF_vars(Renew(a, r))
+           /\ WF_vars(\E m \in net : m.r = r /\ m.a = a /\ TakeRegister(m))
+           /\ WF_vars(\E m \in net : m.r = r /\ m.a = a /\ HearDone(m))
+    /\ \A r \in Ranks, t \in Transfers :
+           WF_vars(Prefilled(r, t)) /\ SF_vars(PostSlice(r, t)) /\ WF_vars(WriteEnds(r, t))
+    /\ WF_vars(\E s \in flights : SliceLands(s))
+
+GoodSpec == Spec /\ Progress
+Received == <>(load[1].st = "received")
+
+-----------------------------------------------------------------------------
+(* Witnesses: each says that something interesting never happens, and TLC must find that it does.  *)
+
+NeverReceivedAfterCrash == ~(spent > 0 /\ \E a \in Attempts : a > 1 /\ load[a].st = "received")
+NeverWritingWhileFenced ==
+    ~\E a \in Attempts, r \in up : load[a].st = "fencing" /\ MayWrite(r, Xfer(a))
+
+(* Once everything is over, nothing is on its way and no permission is left, nothing of the above    *)
+(* can be broken any more (a slice needs a permission, and those come from loads): not explored.    *)
+Interesting == (\A a \in Attempts : Over(a)) => open # {} \/ flights # {}
+
+\* The ranks do the same, so states that differ only in their names are one (not for liveness).
+Symmetry == Permutations(Ranks)
+=============================================================================

@@ -1,0 +1,107 @@
+"""What the scheduler half reads of vLLM's objects, and vLLM's calls to it."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="kvflow.connector imports vLLM")
+
+from vllm.v1.request import RequestStatus
+
+from kvflow.connector.scheduler import SchedulerHalf
+from kvflow.core import events as ev
+from kvflow.settings import Settings
+from kvflow.wire import messages as m
+
+BLOCK = 16
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t"}
+DECODE = {
+    "do_remote_prefill": True,
+    "transfer_id": "t",
+    "remote_host": "prefill",
+    "remote_port": 5600,
+    "remote_engine_id": "engine-p",
+}
+HELLO = m.Hello(
+    agent="agent",
+    engine_id="engine",
+    incarnation="incarnation",
+    pp_rank=0,
+    tp_rank=0,
+    metadata=b"",
+    facts=m.Facts(
+        model="tiny",
+        kv_dtype="bf16",
+        block_sizes=(16,),
+        group_kinds=("FullAttentionSpec",),
+        tp_size=1,
+        pp_size=1,
+        kv_layout="",
+    ),
+    regions=(),
+)
+
+
+@dataclass
+class FakeRequest:
+    """What the half reads of a `vllm.v1.request.Request`."""
+
+    kv_transfer_params: Any = None
+    request_id: str = "r-12345678"
+    num_prompt_tokens: int = 5 * BLOCK
+    num_computed_tokens: int = 5 * BLOCK
+    status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED
+
+
+@dataclass
+class FakeBlocks:
+    """What it reads of `KVCacheBlocks`."""
+
+    ids: list[int] = field(default_factory=lambda: [10, 11, 12, 13, 14])
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return (self.ids,)
+
+
+def config(role: str = "kv_both") -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(is_kv_producer=role != "kv_consumer"),
+        cache_config=SimpleNamespace(block_size=BLOCK),
+        parallel_config=SimpleNamespace(
+            data_parallel_index=0, tensor_parallel_size=1, pipeline_parallel_size=1
+        ),
+    )
+
+
+def make(role: str = "kv_both") -> SchedulerHalf:
+    return SchedulerHalf(config(role), "engine-here", Settings())
+
+
+def step(half: SchedulerHalf, preempted: set[str] | None = None) -> tuple[ev.Event, ...]:
+    output: Any = SimpleNamespace(preempted_req_ids=preempted)
+    return half.step(output).events
+
+
+def kinds(events: tuple[ev.Event, ...]) -> list[str]:
+    return [type(event).__name__ for event in events]
+
+
+def report(half: SchedulerHalf, *received: str) -> None:
+    output: Any = SimpleNamespace(finished_recving={*received}, kv_connector_worker_meta=None)
+    half.reported(output)
+
+
+def schedule(half: SchedulerHalf, request: FakeRequest, computed: int = 0) -> tuple[int, bool]:
+    """As vLLM does: ask, then allocate."""
+    asked: Any = request
+    external, is_async = half.tokens_to_load(asked, computed)
+    blocks: Any = FakeBlocks()
+    half.allocated(asked, blocks, external)
+    return external, is_async
+
+
+def finish(half: SchedulerHalf, request: FakeRequest, blocks: list[int] | None = None) -> Any:
+    asked: Any = request
+    return half.finished(asked, ([1, 2, 3] if blocks is None else blocks,))

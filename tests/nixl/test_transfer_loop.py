@@ -1,0 +1,168 @@
+"""Two `TransferLoop`s with real NIXL agents and real side channels, in two processes."""
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvflow.core import Reason
+
+from .led_process import LedEngine
+from .loop_process import BLOCK_BYTES, BLOCKS, LAYERS, Engine, digest
+
+pytestmark = pytest.mark.nixl
+
+SEED = 11
+TRANSFERS = 20
+
+
+@pytest.fixture(scope="module")
+def shared_producer() -> Iterator[LedEngine]:
+    """For tests that leave it alive (a process takes seconds to start)."""
+    producer = LedEngine("producer", SEED)
+    yield producer
+    producer.close()
+
+
+@pytest.fixture
+def own_producer() -> Iterator[LedEngine]:
+    producer = LedEngine("producer", SEED)
+    yield producer
+    producer.close()
+
+
+@pytest.fixture
+def consumer() -> Iterator[Engine]:
+    with Engine("consumer", seed=5) as consumer:
+        yield consumer
+
+
+def producers_memory() -> np.ndarray:
+    """What a producer's process made of its seed."""
+    rng = np.random.default_rng(SEED)
+    shape = (LAYERS, BLOCKS, BLOCK_BYTES + 512)
+    return rng.integers(0, 256, shape, dtype=np.uint8)
+
+
+def test_twenty_transfers_of_mixed_sizes_in_both_orders_move_exactly_their_blocks(
+    shared_producer: LedEngine, consumer: Engine
+) -> None:
+    """The destinations are disjoint, so in the end all memory is known, byte by byte."""
+    rng = random.Random(3)
+    source_memory = producers_memory()
+    expected = consumer.memory.copy()
+    free = rng.sample(range(BLOCKS), BLOCKS)
+    sizes = [1, 1, 2, 3, 40, 60] + [rng.randint(1, 9) for _ in range(TRANSFERS - 6)]
+    rng.shuffle(sizes)
+    for number, size in enumerate(sizes):
+        destination, free = free[:size], free[size:]
+        if number % 3 == 0:
+            destination = sorted(destination)
+        start = rng.randrange(BLOCKS - size)
+        source = list(range(start, start + size))
+        for ours, theirs in zip(destination, source, strict=True):
+            expected[:, ours, :BLOCK_BYTES] = source_memory[:, theirs, :BLOCK_BYTES]
+        name = f"mixed-{number}"
+        if number % 2:
+            consumer.load(name, shared_producer.address, destination)
+            shared_producer.ask("start_prefill", transfer=name)
+            shared_producer.ask("finish_prefill", transfer=name, blocks=source)
+        else:
+            shared_producer.ask("finish_prefill", transfer=name, blocks=source)
+            consumer.load(name, shared_producer.address, destination)
+    for number in range(TRANSFERS):
+        assert consumer.outcome(f"mixed-{number}") is None
+    assert np.array_equal(consumer.memory, expected)
+    assert shared_producer.ask("digest")["digest"] == digest(source_memory)
+    wanted = {f"prefill-mixed-{number}" for number in range(TRANSFERS)}
+    for _ in range(100):
+        sent = shared_producer.ask("sent")["sent"]
+        if wanted <= {*sent}:
+            break
+    assert wanted <= {*sent}
+    assert len(sent) == len({*sent})
+    assert shared_producer.ask("faults")["faults"] == consumer.notes.faults == []
+
+
+def test_bytes_are_here_when_the_load_is_reported(
+    shared_producer: LedEngine, consumer: Engine
+) -> None:
+    source_memory = producers_memory()
+    for number in range(20):
+        name = f"again-{number}"
+        consumer.memory[:] = 0
+        consumer.load(name, shared_producer.address, [7])
+        shared_producer.ask("finish_prefill", transfer=name, blocks=[number])
+        assert consumer.outcome(name) is None
+        assert np.array_equal(
+            consumer.memory[:, 7, :BLOCK_BYTES], source_memory[:, number, :BLOCK_BYTES]
+        )
+
+
+def test_a_load_from_a_killed_producer_fails_and_another_producer_serves(
+    own_producer: LedEngine, shared_producer: LedEngine, consumer: Engine
+) -> None:
+    own_producer.ask("finish_prefill", transfer="first", blocks=[1])
+    consumer.load("first", own_producer.address, [1])
+    assert consumer.outcome("first") is None
+    consumer.load("orphan", own_producer.address, [2])
+    own_producer.kill()
+    shared_producer.ask("finish_prefill", transfer="other", blocks=[3])
+    consumer.load("other", shared_producer.address, [3])
+    assert consumer.outcome("other") is None
+    assert consumer.outcome("orphan") in (Reason.PEER_LOST, Reason.UNREACHABLE)
+    assert consumer.notes.faults == []
+
+
+def test_a_producer_that_closes_tells_its_consumer(
+    own_producer: LedEngine, consumer: Engine
+) -> None:
+    """The notice leaves right before the agent is shut down, and still arrives."""
+    consumer.load("waiting", own_producer.address, [1])
+    own_producer.ask("start_prefill", transfer="waiting")
+    own_producer.ask("finish_prefill", transfer="first", blocks=[1])
+    consumer.load("first", own_producer.address, [2])
+    assert consumer.outcome("first") is None
+    told = own_producer.ask("close")
+    assert told["received"] == {}
+    assert consumer.outcome("waiting") is Reason.SHUTDOWN
+
+
+def test_a_consumer_that_closes_tells_its_producer(own_producer: LedEngine) -> None:
+    consumer = Engine("leaving", seed=6)
+    consumer.load("waiting", own_producer.address, [1])
+    own_producer.ask("finish_prefill", transfer="first", blocks=[1])
+    consumer.load("first", own_producer.address, [2])
+    assert consumer.outcome("first") is None
+    consumer.close()
+    assert consumer.outcome("waiting") is Reason.SHUTDOWN
+    own_producer.ask("finish_prefill", transfer="waiting", blocks=[1])
+    for _ in range(100):
+        sent = own_producer.ask("sent")["sent"]
+        if "prefill-waiting" in sent:
+            break
+    assert "prefill-waiting" in sent
+
+
+def test_a_producer_that_is_stopped_for_a_while_costs_at_most_its_own_loads(
+    own_producer: LedEngine, consumer: Engine
+) -> None:
+    own_producer.ask("finish_prefill", transfer="first", blocks=[1])
+    consumer.load("first", own_producer.address, [1])
+    assert consumer.outcome("first") is None
+    own_producer.stop()
+    consumer.load("late", own_producer.address, [2])
+    assert consumer.outcome("late") is Reason.PEER_LOST
+    own_producer.go_on()
+    before = consumer.memory.copy()
+    own_producer.ask("finish_prefill", transfer="late", blocks=[9])
+    for number in range(20):
+        name = f"next-{number}"
+        own_producer.ask("finish_prefill", transfer=name, blocks=[5])
+        consumer.load(name, own_producer.address, [4])
+        if consumer.outcome(name) is None:
+            break
+    assert consumer.outcome(name) is None
+    before[:, 4, :BLOCK_BYTES] = producers_memory()[:, 5, :BLOCK_BYTES]
+    assert np.array_equal(consumer.memory, before)

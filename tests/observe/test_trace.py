@@ -1,0 +1,171 @@
+"""The trace's lines against the schema in `kvflow.observe.trace`."""
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvflow.core import TABLES, Reason
+from kvflow.core.effects import Moved
+from kvflow.ids import Rank, RequestId
+from kvflow.observe import trace
+from kvflow.observe.trace import ENVIRONMENT, TraceWriter, from_environment
+
+RANK = Rank(0, 1)
+START = Moved(
+    machine="consumer",
+    key="t",
+    attempt=3,
+    request_id=RequestId("r"),
+    trigger="blocks_allocated",
+    source="new",
+    dest="allocated",
+    at=100.0,
+    peer="host:5600",
+)
+END = Moved(
+    machine="producer",
+    key="t",
+    attempt=3,
+    request_id=RequestId("r"),
+    trigger="write_failed",
+    source="transferring",
+    dest="failed",
+    at=101.5,
+    reason=Reason.WRITE_FAILED,
+    detail="the far side said: no",
+    bytes=4096,
+    runs=2,
+    peer="agent",
+    spent_ms={"prefilled": 12.34567, "transferring": 1.0},
+)
+ALWAYS = {"v", "t", "engine", "rank", "machine", "id", "attempt", "request", "trigger"}
+ALWAYS |= {"from", "to"}
+
+
+def documented() -> dict[str, bool]:
+    """Every key in the docstring, and whether it is optional."""
+    assert trace.__doc__ is not None
+    entries = re.findall(
+        r"^([a-z][\w, ]*?)(?: {2,}|\n {2,})(.*?)(?=^\S|\Z)", trace.__doc__, re.MULTILINE | re.DOTALL
+    )
+    return {
+        key: "(optional)" in meaning
+        for keys, meaning in entries
+        for key in keys.replace(" ", "").split(",")
+    }
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(path: Path, *moves: Moved) -> list[dict[str, Any]]:
+    writer = TraceWriter(str(path), engine_id="engine", rank=RANK)
+    for moved in moves:
+        writer.write(moved)
+    writer.close()
+    return lines_of(path)
+
+
+def test_the_schema_documents_every_key_and_no_other(tmp_path: Path) -> None:
+    start, end = write(tmp_path / "trace", START, END)
+    assert {key for key, optional in documented().items() if not optional} == ALWAYS
+    assert start.keys() >= ALWAYS
+    assert start.keys() | end.keys() == documented().keys()
+
+
+def test_a_line_says_who_what_and_when(tmp_path: Path) -> None:
+    (line,) = write(tmp_path / "trace", START)
+    assert line.pop("t") == pytest.approx(time.time() - time.monotonic() + 100.0, abs=5.0)
+    assert line == {
+        "v": 1,
+        "engine": "engine",
+        "rank": "pp0.tp1",
+        "machine": "consumer",
+        "id": "t",
+        "attempt": 3,
+        "request": "r",
+        "trigger": "blocks_allocated",
+        "from": "new",
+        "to": "allocated",
+        "peer": "host:5600",
+    }
+
+
+def test_an_end_says_why_and_how_much(tmp_path: Path) -> None:
+    (line,) = write(tmp_path / "trace", END)
+    told = {key: line[key] for key in ("reason", "detail", "bytes", "runs", "ms")}
+    assert told == {
+        "reason": "write_failed",
+        "detail": "the far side said: no",
+        "bytes": 4096,
+        "runs": 2,
+        "ms": {"prefilled": 12.346, "transferring": 1.0},
+    }
+
+
+def test_differences_of_time_are_those_of_the_clock(tmp_path: Path) -> None:
+    start, end = write(tmp_path / "trace", START, END)
+    assert end["t"] - start["t"] == pytest.approx(1.5, abs=1e-5)
+
+
+def test_a_line_is_there_as_soon_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    writer = TraceWriter(str(path), engine_id="engine", rank=RANK)
+    for count in (1, 2, 3):
+        writer.write(START)
+        assert len(lines_of(path)) == count
+    writer.close()
+
+
+def test_a_file_that_exists_is_added_to(tmp_path: Path) -> None:
+    write(tmp_path / "trace", START)
+    assert len(write(tmp_path / "trace", START)) == 2
+
+
+def test_any_text_stays_within_its_line(tmp_path: Path) -> None:
+    odd = Moved(**{**fields_of(END), "detail": 'line\nfeed " ä \u2028 end'})
+    (line,) = write(tmp_path / "trace", odd)
+    assert line["detail"] == odd.detail
+    assert (tmp_path / "trace").read_text().isascii()
+
+
+def fields_of(moved: Moved) -> dict[str, Any]:
+    return {name: getattr(moved, name) for name in Moved.__dataclass_fields__}
+
+
+def test_percent_p_is_the_process_id(tmp_path: Path) -> None:
+    writer = TraceWriter(str(tmp_path / "trace-%p.ndjson"), engine_id="engine", rank=RANK)
+    writer.close()
+    assert (tmp_path / f"trace-{os.getpid()}.ndjson").exists()
+
+
+def test_the_environment_asks_for_a_trace_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    assert from_environment("engine", RANK) is None
+    monkeypatch.setenv(ENVIRONMENT, "")
+    assert from_environment("engine", RANK) is None
+    monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "trace"))
+    writer = from_environment("engine", RANK)
+    assert writer is not None
+    writer.write(START)
+    writer.close()
+    assert lines_of(tmp_path / "trace")[0]["engine"] == "engine"
+
+
+def test_a_path_that_cannot_be_written_is_an_error_at_start(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="missing"):
+        TraceWriter(str(tmp_path / "missing" / "trace"), engine_id="engine", rank=RANK)
+
+
+def test_the_machines_named_in_the_schema_are_those_that_there_are() -> None:
+    assert trace.__doc__ is not None
+    for table in TABLES:
+        assert f'"{table.name}"' in trace.__doc__
