@@ -78,8 +78,9 @@ Nobody == [st |-> "idle", att |-> 0, k |-> 0, posted |-> 0, bad |-> FALSE, w |->
 Empty == [r \in Ranks |-> [n \in 1..Slices |-> <<0, 0>>]]
 
 (* States of a load.  "asking" is registering, registered and transferring; they differ only in   *)
-(* what is sent again.  "finished" is received, and the request has ended since.                  *)
-Live(a) == load[a].st \in {"asking", "draining", "fencing"}
+(* what is sent again.  "finished" is received, and the request has ended since.  "elsewhere" is a *)
+(* bystander: another request, which loads from another engine, into the same blocks.              *)
+Live(a) == load[a].st \in {"asking", "draining", "fencing", "elsewhere"}
 Over(a) == load[a].st \in {"received", "failed", "finished"}
 Listening(a) == load[a].st \in {"asking", "draining"}
 Owners == {a \in Attempts : (Live(a) \/ load[a].st = "received") /\ a \notin back}
@@ -122,17 +123,19 @@ Without(as) == {m \in net : ~(m.a \in as /\ m.kind \in FromProducer \union {"ren
 NewLoad == [st |-> "new", xfer |-> First, out |-> [r \in Ranks |-> "open"],
             kv |-> [r \in Ranks |-> 0], count |-> 0]
 
-\* The next attempt, into the same blocks.  vLLM allocates only what it has.  It is a retry
-\* under the same transfer id if the model has only one, else another transfer.
+\* The next attempt, into the same blocks: a retry under the same transfer id if that is the only
+\* one, else a bystander.  vLLM allocates only what it has.
 Load(a, t) ==
+    LET retry == t = First IN
     /\ load[a].st = "new"
-    /\ t = First <=> Cardinality(Transfers) = 1
-    /\ met # "none"
+    /\ retry <=> Transfers = {First}
+    /\ retry => met # "none"
     /\ \A b \in Attempts : b < a => b \in back
-    /\ load' = [load EXCEPT ![a] = [NewLoad EXCEPT !.st = "asking", !.xfer = t]]
+    /\ load' = [load EXCEPT ![a] = [NewLoad EXCEPT !.st = IF retry THEN "asking" ELSE "elsewhere",
+                                                   !.xfer = t]]
     /\ mem' = Empty
-    /\ net' = net \union ToProducer("register", a, Ranks)
-    /\ open' = open \union {<<a, r>> : r \in Ranks}
+    /\ net' = net \union ToProducer("register", a, IF retry THEN Ranks ELSE {})
+    /\ open' = open \union {<<a, r>> : r \in IF retry THEN Ranks ELSE {}}
     /\ UNCHANGED <<back, met, flights, producer, spent>>
 
 \* The next registration or renewal that goes out carries a new permission.
@@ -271,8 +274,7 @@ Prefilled(r, t) ==
     IN
     /\ r \in up
     /\ prefills[r][t] < MaxPrefill
-    \* It could come before the load too; but then registrations that arrive later are the same.
-    /\ \E a \in Attempts : load[a].st # "new" /\ Xfer(a) = t
+    /\ t = First
     /\ prefills' = [prefills EXCEPT ![r][t] = k]
     /\ prod' = [prod EXCEPT ![r][t] =
            CASE p.st = "idle" -> [p EXCEPT !.st = "prefilled", !.k = k]
@@ -289,7 +291,7 @@ PrefillAborted(r, t) ==
     /\ Fault("abort")
     /\ r \in up
     /\ prefills[r][t] < MaxPrefill
-    /\ \E a \in Attempts : load[a].st # "new" /\ Xfer(a) = t
+    /\ t = First
     /\ p.st \in {"idle", "held"}
     /\ prefills' = [prefills EXCEPT ![r][t] = @ + 1]
     /\ prod' = [prod EXCEPT ![r][t] = [Ended(p, p.att) EXCEPT !.k = prefills[r][t] + 1]]
@@ -506,7 +508,7 @@ Spec == Init /\ [][Next]_vars
 TypeOK ==
     /\ \A a \in Attempts :
            /\ load[a].st \in {"new", "asking", "draining", "fencing", "received", "failed",
-                              "finished"}
+                              "finished", "elsewhere"}
            /\ load[a].xfer \in Transfers
            /\ \A r \in Ranks : load[a].out[r] \in {"open", "done", "failed", "lost"}
     /\ back \subseteq Attempts
@@ -606,7 +608,7 @@ NeverWritingWhileFenced ==
 
 (* Once everything is over, nothing is on its way and no permission is left, nothing of the above    *)
 (* can be broken any more (a slice needs a permission, and those come from loads): not explored.    *)
-Interesting == (\A a \in Attempts : Over(a)) => open # {} \/ flights # {}
+Interesting == (\A a \in Attempts : Over(a) \/ load[a].st = "elsewhere") => open # {} \/ flights # {}
 
 \* The ranks do the same, so states that differ only in their names are one (not for liveness).
 Symmetry == Permutations(Ranks)
