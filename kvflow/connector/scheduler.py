@@ -168,9 +168,19 @@ class SchedulerHalf:
 
     # -- prefills ----------------------------------------------------------------------------------
 
+    def arrived(self, request: "Request") -> None:
+        """vLLM has taken a request; from now on its end will be told."""
+        if p.wants_remote_decode(request.kv_transfer_params):
+            self._prefill_started(request)
+
     def _prefill_started(self, request: "Request") -> None:
         assert request.kv_transfer_params is not None
         request_id = RequestId(request.request_id)
+        if not self._listens:
+            self._log.warning(
+                "prefill without transfer: kv_role is kv_consumer", request=request_id
+            )
+            return
         try:
             transfer_id = p.prefill_transfer_id(
                 request.kv_transfer_params, request_id, randomized=self._randomized

@@ -15,7 +15,7 @@ from kvflow.ids import Address, AgentName, Incarnation, Rank, RequestId, Transfe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillStarted:
-    """vLLM allocated blocks and computes this prompt."""
+    """vLLM has taken this prompt, or allocates blocks for it (anew); its end will be told."""
 
     transfer_id: TransferId
     request_id: RequestId

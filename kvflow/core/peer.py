@@ -21,7 +21,7 @@ NAME = "peer"
 
 STATES = {
     "unmet": "nothing is known of this peer",
-    "meeting": "its side channel is being asked who its workers are",
+    "meeting": "its side channel is being asked who its workers are, or whether they still are",
     "met": "a producer engine whose workers can be reached",
     "introduced": "a consumer worker that can be reached",
     "backing_off": "it could not be met, or was lost; it is met again when wanted, after a while",
@@ -44,6 +44,7 @@ class PeerRecord(Record):
     agents    its workers by rank.
     waiting   loads that wait until it is met.
     using     live transfers that depend on it (request ids, or transfer ids of a consumer's).
+    heard_at  when any of its workers was last heard.
     misses    by rank: intervals, while a word was awaited, since it was last heard.
     floor     highest attempt of a consumer that has been forgotten here; lower ones are stale.
     """
@@ -56,6 +57,7 @@ class PeerRecord(Record):
     waiting: set[RequestId] = field(default_factory=set)
     using: set[str] = field(default_factory=set)
     last_used: float = 0.0
+    heard_at: float = 0.0
     misses: dict[Rank, int] = field(default_factory=dict)
     failures: int = 0
     floor: int = 0
@@ -77,6 +79,16 @@ def is_wanted(record: R, event: object, turn: Turn) -> bool:
 
 def is_not_wanted(record: R, event: object, turn: Turn) -> bool:
     return not record.waiting
+
+
+def is_stale(record: R, event: object, turn: Turn) -> bool:
+    """Nothing depends on it, and it was not heard lately: it may have been restarted."""
+    silent_s = turn.now - record.heard_at
+    return not record.using and silent_s >= turn.timings.verify_after_s
+
+
+def is_fresh(record: R, event: object, turn: Turn) -> bool:
+    return not is_stale(record, event, turn)
 
 
 def is_silent(record: R, event: Tick, turn: Turn) -> bool:
@@ -145,18 +157,23 @@ def use(record: R, event: Wanted, turn: Turn) -> None:
 
 
 def know(record: R, event: MeetingSucceeded, turn: Turn) -> None:
+    for agent in sorted(set(record.agents.values()) - set(event.agents.values())):
+        turn.effects.append(DropPeer(agent=agent))
     record.engine_id = event.engine_id
     record.incarnation = event.incarnation
     record.agents = dict(event.agents)
     record.failures = 0
     record.misses.clear()
-    record.last_used = turn.now
+    record.last_used = record.heard_at = turn.now
     record.detail = ""
     turn.arm(_deadline_key(record), turn.timings.renew_interval_s)
     _tell_waiting(record, turn, None)
 
 
 def back_off(record: R, event: object, turn: Turn) -> None:
+    """Whoever could be reached before is not any more."""
+    _drop(record, turn, record.detail)
+    record.agents = {}
     timings = turn.timings
     wait_s = min(timings.backoff_first_s * 2**record.failures, timings.backoff_max_s)
     record.failures = min(record.failures + 1, 32)
@@ -185,8 +202,7 @@ def lose(record: R, event: Tick, turn: Turn) -> None:
 
 
 def drop_and_back_off(record: R, event: PeerGone, turn: Turn) -> None:
-    _drop(record, turn, event.detail)
-    record.agents = {}
+    record.detail = event.detail
     back_off(record, event, turn)
 
 
@@ -215,7 +231,7 @@ def note_heard(record: R, event: NoticeReceived, turn: Turn) -> None:
     for rank, agent in record.agents.items():
         if agent == event.sender:
             record.misses.pop(rank, None)
-    record.last_used = turn.now
+    record.last_used = record.heard_at = turn.now
 
 
 def introduce(record: R, event: PeerIntroduced, turn: Turn) -> None:
@@ -242,8 +258,10 @@ ROWS = (
         why="a load needs this producer"),
     row("peer_wanted", "meeting backing_off", "=", wait,
         why="the load waits, within its own deadline"),
-    row("peer_wanted", "met", "=", use,
+    row("peer_wanted", "met", "=", use, is_fresh,
         why="the producer can be reached already"),
+    row("peer_wanted", "met", "meeting", wait_and_meet, is_stale,
+        why="not heard for a while: ask who it is, rather than find out by silence"),
     row("outdated", "met", "meeting", drop_and_meet,
         why="the router names another engine id at this address: the engine was restarted"),
     row("meeting_succeeded", "meeting", "met", know,
@@ -256,9 +274,9 @@ ROWS = (
         why="the answer to a meeting that was given up"),
     row("introduced", "unmet introduced", "introduced", introduce,
         why="a consumer's registration brought its coordinates"),
-    row("heard", "met introduced", "=", note_heard,
+    row("heard", "meeting met introduced", "=", note_heard,
         why="it lives"),
-    row("gone", "met", "backing_off", drop_and_back_off,
+    row("gone", "meeting met", "backing_off", drop_and_back_off,
         why="lost: it is made unreachable, and its transfers are told"),
     row("gone", "introduced", "forgotten", drop,
         why="lost: it is made unreachable, and its transfers are told"),
@@ -287,8 +305,10 @@ IMPOSSIBLE = (
             "a consumer worker is not met, it introduces itself")
     | never("meeting met backing_off", "introduced",
             "a producer engine is met, it does not introduce itself")
-    | never("unmet meeting backing_off", "heard gone outdated",
+    | never("unmet backing_off", "heard gone",
             "it has no agents, so nothing can come from it or be lost with it")
+    | never("unmet meeting backing_off", "outdated",
+            "it is asked for its engine id anyway")
     | never("unmet", "expired meeting_succeeded meeting_failed", "nothing was asked yet")
 )  # fmt: skip
 

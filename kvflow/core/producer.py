@@ -25,7 +25,7 @@ NAME = "producer"
 
 STATES = {
     "unknown": "nothing is known of this transfer id",
-    "allocated": "vLLM computes the prompt; no consumer has registered",
+    "allocated": "vLLM has the prompt and computes it; no consumer has registered",
     "held": "a consumer has registered; no prefill with this id is known here yet",
     "registered": "a consumer has registered, and vLLM computes the prompt",
     "preempted": "vLLM took the blocks away and will compute the prompt again; no registration",

@@ -163,7 +163,7 @@ class Records:
             for agent in before:
                 del self.engine_of[agent]
         self._fire(peer.TABLE, record, trigger, event, turn)
-        if record.state == "met":
+        if record.address is not None and record.state != "forgotten":
             self.engine_of.update(dict.fromkeys(record.agents.values(), record))
         for agent in before:
             if agent not in self.engine_of:

@@ -28,6 +28,8 @@ class Timings:
     fence_s            after a peer was torn down, blocks it might write are kept so long.
     renew_interval_s   time between two renewals to one peer.
     renew_misses_max   a rank silent for so many intervals, while something is awaited, is lost.
+    verify_after_s     an unused producer not heard for so long is asked who it is before it is
+                       used again.
     backoff_first_s, backoff_max_s
                        wait before a failed meeting is tried again; doubles from first to max.
     drain_s            at shutdown, writes under way may go on so long.
@@ -50,6 +52,7 @@ class Timings:
     fence_s: float = 1.5
     renew_interval_s: float = 0.25
     renew_misses_max: int = 12
+    verify_after_s: float = 5.0
     backoff_first_s: float = 0.2
     backoff_max_s: float = 5.0
     drain_s: float = 5.0

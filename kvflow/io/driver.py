@@ -11,6 +11,7 @@ event, a load or a prefill that vLLM waits for is reported as ended, and the oth
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -79,8 +80,8 @@ class Results(Protocol):
 class Driver:
     """One worker's engine at work.
 
-    Invariants: `_remotes` has exactly the agents that the port can reach; `_acquainted` those that
-    have answered us as producers, hence know us as a consumer.
+    Invariant: `_remotes` has exactly the agents that the port can reach. `_answered` says when an
+    agent last answered us as a producer, hence knew us as a consumer.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Driver:
         self._observer = observer
         self._hello = identity.hello(port.name, port.metadata())
         self._remotes: dict[AgentName, tuple[Region, ...]] = {}
-        self._acquainted: set[AgentName] = set()
+        self._answered: dict[AgentName, float] = {}
         self._outgoing: dict[AgentName, list[Notice]] = {}
         self._writes: list[Write] = []
 
@@ -202,7 +203,7 @@ class Driver:
             return
         for notice in notices:
             if sender in self._remotes and not isinstance(notice, FROM_CONSUMER):
-                self._acquainted.add(sender)
+                self._answered[sender] = self._clock()
             self._turn(ev.NoticeReceived(sender=sender, notice=notice))
 
     def _introduce(self, sender: AgentName, hello: m.Hello) -> None:
@@ -292,7 +293,7 @@ class Driver:
 
     def _drop(self, agent: AgentName) -> None:
         self._outgoing.pop(agent, None)
-        self._acquainted.discard(agent)
+        self._answered.pop(agent, None)
         if self._remotes.pop(agent, None) is None:
             return
         for write in self._writes:
@@ -349,12 +350,13 @@ class Driver:
     def _send(self, agent: AgentName, notices: list[Notice]) -> None:
         """One frame, or more if it is too long.
 
-        Our coordinates go along with what a consumer says until the producer has answered.
+        Our coordinates go along with what a consumer says, unless the producer has answered just
+        now: it may be new to us, or have forgotten us.
         """
         if agent not in self._remotes:
             raise TransportError(f"{agent} is not known (any more)")
         asks = any(isinstance(notice, FROM_CONSUMER) for notice in notices)
-        hello = self._hello if asks and agent not in self._acquainted else None
+        hello = self._hello if asks and not self._knows_us(agent) else None
         payload = codec.encode_frame(notices, hello)
         if len(notices) > 1 and not codec.is_sendable(len(notices), len(payload)):
             half = len(notices) // 2
@@ -362,6 +364,10 @@ class Driver:
             self._send(agent, notices[half:])
             return
         self._port.send(agent, payload)
+
+    def _knows_us(self, agent: AgentName) -> bool:
+        known_s = 2 * self._settings.timings.renew_interval_s
+        return self._clock() - self._answered.get(agent, -math.inf) < known_s
 
 
 def _ids(blocks: Blocks) -> list[Int64s]:

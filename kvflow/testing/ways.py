@@ -370,16 +370,31 @@ def r_backing_off_alone(bench: Bench) -> None:
     bench.take(b.load_aborted())
 
 
+OTHER = TransferId("o")
+want_again = takes(b.allocated("other", 6, OTHER, ((9,),)))
+
+
+def r_met_and_quiet(bench: Bench) -> None:
+    """A load was received, and nothing was heard for a while."""
+    c_received(bench)
+    bench.wait(bench.engine.timings.verify_after_s)
+
+
+def r_meeting_again(bench: Bench) -> None:
+    """The same, and the next load asks who it is."""
+    r_met_and_quiet(bench)
+    want_again(bench)
+
+
 PEER_WAYS: dict[str, list[Script]] = {
     "unmet": [c_new],
-    "meeting": [c_allocated],
-    "met": [c_registering, c_received],
+    "meeting": [c_allocated, r_meeting_again],
+    "met": [c_registering, c_received, r_met_and_quiet],
     "introduced": [p_unknown],
     "backing_off": [r_backing_off, r_backing_off_alone],
 }
-OTHER = TransferId("o")
 PEER_EVENTS: dict[str, list[Script]] = {
-    "peer_wanted": [takes(b.allocated("other", 6, OTHER, ((9,),)))],
+    "peer_wanted": [want_again],
     "outdated": [takes(b.allocated("other", 6, OTHER, ((9,),), engine_id="engine-2"))],
     "meeting_succeeded": [lambda bench: bench.meet()],
     "meeting_failed": [other_engine],

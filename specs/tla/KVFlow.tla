@@ -17,21 +17,21 @@ CONSTANTS
     First,        \* the one that attempt 1 is of
     MaxAttempt,   \* registrations of the consumer engine (decision 0001)
     MaxPrefill,   \* prefills per transfer id; more than one: the id is used again
-    MaxFaults,    \* how many faults may happen
+    MaxFaults,    \* how many of the counted faults may happen
     Slices,       \* slices that a rank owes
-    Faults,       \* which of AllFaults may happen
+    Faults,       \* which of those below may happen
     Pauses,       \* whether permissions may expire between two renewals
     Broken        \* "none", or one of the mistakes in Mistakes
 
-AllFaults == {"giveup", "lose", "expire", "fail", "abort", "crash", "drop", "forget", "renew"}
-    \* giveup  the consumer aborts, or the deadline of a load passes
+Counted == {"lose", "fail", "abort", "crash", "drop"}
     \* lose    the consumer takes the producer engine for lost
-    \* expire  a producer's lease or deadline ends
     \* fail    a slice fails
     \* abort   vLLM aborts a prefill
     \* crash   a producer rank crashes, and the engine may come back
     \* drop    a producer rank takes the consumer for lost, and forgets it
-    \* Not counted, since they are everyday life, but left out of some models:
+Uncounted == {"giveup", "expire", "forget", "renew"}
+    \* giveup  the consumer aborts, or the deadline of a load passes
+    \* expire  a producer's lease or deadline ends
     \* forget  tombstones are forgotten
     \* renew   renewals are sent, and answered
 
@@ -43,10 +43,11 @@ Mistakes == {
     "fence_skipped",            \* blocks given back as soon as a peer is lost
     "stale_register_accepted",  \* a registration that was settled is put on record again
     "prefills_mixed",           \* the ranks may have written two prefills of one id
+    "floor_dropped",            \* a consumer's floor is forgotten with its peer record
     "silent_rank_awaited"}      \* a rank that does not answer a cancel is awaited for ever
 
 ASSUME /\ First \in Transfers
-       /\ Faults \subseteq AllFaults
+       /\ Faults \subseteq Counted \union Uncounted
        /\ Pauses \in BOOLEAN
        /\ Broken \in Mistakes
        /\ {MaxAttempt, MaxPrefill, Slices} \subseteq Nat \ {0}
@@ -179,10 +180,10 @@ End(a, st) ==
     /\ mem' = IF st = "received" THEN mem ELSE Empty
 
 GiveUp(a) ==
-    /\ Fault("giveup")
+    /\ "giveup" \in Faults
     /\ load[a].st = "asking"
     /\ Drain(a, load[a].out)
-    /\ UNCHANGED <<met, open, flights, producer>>
+    /\ UNCHANGED <<met, open, flights, producer, spent>>
 
 HearDone(m) ==
     LET a == m.a
@@ -412,13 +413,13 @@ WriteEnds(r, t) ==
 
 Expires(r, t) ==
     LET p == prod[r][t] IN
-    /\ Fault("expire")
+    /\ "expire" \in Faults
     /\ r \in up
     /\ p.st \in {"held", "prefilled", "transferring"}
     /\ prod' = [prod EXCEPT ![r][t] =
            IF p.st = "transferring" THEN [p EXCEPT !.st = "draining"] ELSE Ended(p, p.att)]
     /\ net' = net \union (IF p.st = "held" THEN ToConsumer("failed", p.att, r, 0) ELSE {})
-    /\ UNCHANGED <<consumer, flights, floor, prefills, up>>
+    /\ UNCHANGED <<consumer, flights, floor, prefills, up, spent>>
 
 \* A tombstone is forgotten; what it had settled stays so by the consumer's floor.
 Forgets(r, t) ==
@@ -426,12 +427,16 @@ Forgets(r, t) ==
     /\ "forget" \in Faults
     /\ r \in up
     /\ p.st \in {"sent", "failed"}
+    \* A tombstone outlives every permission that was given before it: one that is still there must be
+    \* newer, so the consumer still asks.  Needed only if the floor does not do its work.
+    /\ Broken = "floor_dropped" => \A a \in {p.att, p.settled} \ {0} :
+           <<a, r>> \in open => load[a].st = "asking"
     /\ prod' = [prod EXCEPT ![r][t] = Nobody]
     /\ floor' = [floor EXCEPT ![r] = Max(@, Max(p.settled, p.att))]
     /\ UNCHANGED <<consumer, net, flights, prefills, up, spent>>
 
-\* This rank could not send to the consumer, or could not end a write to it: its record of the
-\* consumer is gone, floor and all, and the next hello makes a new one.
+\* This rank could not send to the consumer, or could not end a write to it: it forgets it until the
+\* next hello.
 DropsConsumer(r) ==
     /\ Fault("drop")
     /\ r \in up
@@ -439,7 +444,7 @@ DropsConsumer(r) ==
            CASE prod[r][t].st = "held" -> [prod[r][t] EXCEPT !.st = "failed"]
              [] prod[r][t].st = "transferring" -> [prod[r][t] EXCEPT !.st = "draining"]
              [] OTHER -> prod[r][t]]]
-    /\ floor' = [floor EXCEPT ![r] = 0]
+    /\ floor' = [floor EXCEPT ![r] = IF Broken = "floor_dropped" THEN 0 ELSE @]
     /\ UNCHANGED <<consumer, net, flights, prefills, up>>
 
 \* The process is gone with all it knew.  What it had posted may still land.
@@ -602,7 +607,8 @@ Received == <>(load[1].st = "received")
 -----------------------------------------------------------------------------
 (* Witnesses: each says that something interesting never happens, and TLC must find that it does.  *)
 
-NeverReceivedAfterCrash == ~(spent > 0 /\ \E a \in Attempts : a > 1 /\ load[a].st = "received")
+NeverReceived == \A a \in Attempts : load[a].st # "received"
+NeverReceivedInTheEnd == spent > 0 => load[MaxAttempt].st # "received"
 NeverWritingWhileFenced ==
     ~\E a \in Attempts, r \in up : load[a].st = "fencing" /\ MayWrite(r, Xfer(a))
 

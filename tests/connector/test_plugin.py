@@ -30,6 +30,7 @@ SIGNATURES_OF_VLLM_0_33 = {
     "get_num_new_matched_tokens": ["self", "request", "num_computed_tokens"],
     "get_transfer_results": ["self", "finished_req_ids"],
     "has_pending_push_work": ["self"],
+    "on_new_request": ["self", "request"],
     "register_kv_caches": ["self", "kv_caches"],
     "request_finished": ["self", "request", "block_ids"],
     "request_finished_all_groups": ["self", "request", "block_ids"],

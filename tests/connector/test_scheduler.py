@@ -134,6 +134,23 @@ def test_a_prefill_that_was_never_scheduled_ends_without_a_word(half: SchedulerH
     assert step(half) == ()
 
 
+def test_a_prefill_that_ends_while_it_waits_in_the_queue_is_told_as_aborted_f1(
+    half: SchedulerHalf,
+) -> None:
+    request: Any = FakeRequest(PREFILL, status=RequestStatus.FINISHED_ABORTED)
+    half.arrived(request)
+    assert finish(half, request, blocks=[]) == (False, None)
+    assert kinds(step(half)) == ["PrefillStarted", "PrefillAborted"]
+
+
+def test_a_prefill_leg_at_an_engine_that_only_consumes_keeps_no_blocks() -> None:
+    half = make("kv_consumer")
+    request = FakeRequest(PREFILL)
+    schedule(half, request)
+    assert finish(half, request) == (False, None)
+    assert step(half) == ()
+
+
 @pytest.mark.parametrize("given", ["", "a b", 7, "x" * 300, ["t"]])
 def test_a_prefill_with_a_bad_transfer_id_is_served_without_a_transfer(
     half: SchedulerHalf, given: object

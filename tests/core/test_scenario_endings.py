@@ -201,9 +201,9 @@ def test_a_prefill_that_nobody_claims_expires_f3() -> None:
         31.000 P: told vLLM that P.p3 may be freed
         31.000 P: producer t --expired--> failed (expired)
         36.000 C: consumer t --blocks_allocated--> allocated
-        36.000 C: consumer t --peer_met--> registering
-        36.002 C: told vLLM that C.c4 failed (expired)
-        36.002 C: consumer t --rank_failed--> failed (expired)
+        36.002 C: consumer t --peer_met--> registering
+        36.004 C: told vLLM that C.c4 failed (expired)
+        36.004 C: consumer t --rank_failed--> failed (expired)
         """,
         since=1.0,
     )

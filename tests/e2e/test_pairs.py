@@ -36,7 +36,7 @@ async def exchange(endpoints: Endpoints, prompt: tuple[int, ...], dispatch: Disp
     async with Client(endpoints) as client:
         alone = await client.monolithic(prompt)
         through = await client.disaggregated(prompt, dispatch=dispatch)
-    assert alone.error is None and through.error is None, (alone.error, through.error)
+    assert (alone.error, through.error) == (None, None)
     assert through.decode.token_ids == alone.token_ids
 
 

@@ -388,7 +388,7 @@ def test_after_all_is_over_and_forgotten_nothing_is_left(pair: Pair, transfers: 
             assert not table
         assert not side.port.peers
         assert not side.driver._remotes
-        assert not side.driver._acquainted
+        assert not side.driver._answered
 
 
 def test_a_port_that_refuses_its_metadata_refuses_the_driver(pair: Pair) -> None:
