@@ -89,6 +89,37 @@ def settings(
 
 
 @app.command()
+def release(
+    producer: Annotated[str, typer.Argument(help="HOST:PORT of the producer's side channel.")],
+    transfer_id: Annotated[str, typer.Argument(help="The transfer that nobody will fetch.")],
+    shared_key_file: Annotated[
+        str, typer.Option(help="As in the engines' settings, if they have one.")
+    ] = "",
+    timeout_s: Annotated[float, typer.Option(help="Give up after this.")] = 5.0,
+) -> None:
+    """Let a producer's blocks go, as a router does when there will be no decode leg."""
+    import asyncio
+
+    from kvflow.errors import KVFlowError
+    from kvflow.ids import Address, TransferId, is_transfer_id
+    from kvflow.io import seal, side_channel
+
+    host, _, port = producer.rpartition(":")
+    if not host or not port.isdecimal():
+        raise typer.BadParameter(f"{producer!r} is not HOST:PORT", param_hint="PRODUCER")
+    if not is_transfer_id(transfer_id):
+        raise typer.BadParameter(f"{transfer_id!r} is no transfer id", param_hint="TRANSFER_ID")
+    address = Address(host, int(port))
+    try:
+        key = seal.from_file(shared_key_file)
+        asyncio.run(side_channel.release(address, TransferId(transfer_id), timeout_s, key))
+    except KVFlowError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    typer.echo(f"{address} lets {transfer_id} go")
+
+
+@app.command()
 def demo(
     dispatch: Annotated[
         DispatchOption,

@@ -42,6 +42,10 @@ class Address(NamedTuple):
         return f"{self.host}:{self.port}"
 
 
+ATTEMPT_STRIDE = 16
+"""A consumer engine numbers its loads in steps of this; the numbers between are for retries."""
+
+
 def is_transfer_id(text: object) -> bool:
     """Whether `text` is a transfer id: printable ASCII without spaces, not empty, not too long."""
     return isinstance(text, str) and _TRANSFER_ID.fullmatch(text) is not None

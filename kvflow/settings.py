@@ -25,8 +25,12 @@ class Settings:
     post_runs_max      runs in one posted slice of a write.
     posts_in_flight_max
                        slices of one write that may be in flight together.
+    parked_max         loads of a decode engine that may wait for their KV at a time; further
+                       requests stay in vLLM's queue.
     side_channel_connections_max
                        connections that a side channel serves at once.
+    shared_key_file    file with a key that seals every message (HMAC-SHA256); "" for none. The same
+                       in every engine.
     nixl_backends      NIXL backends, in order of preference.
     """
 
@@ -38,7 +42,9 @@ class Settings:
     post_bytes_max: int = 4 * 2**20
     post_runs_max: int = 1024
     posts_in_flight_max: int = 4
+    parked_max: int = 1024
     side_channel_connections_max: int = 256
+    shared_key_file: str = ""
     nixl_backends: tuple[str, ...] = ("UCX",)
 
 
@@ -66,6 +72,8 @@ def parse(extra_config: Mapping[str, object]) -> Settings:
             durations[key] = _number(key, value, timings[key].type, above=0, most=_TIMING_MOST)
         elif key == "nixl_backends":
             values[key] = _names(key, value)
+        elif key == "shared_key_file":
+            values[key] = _path(key, value)
         elif key in own:
             values[key] = _number(key, value, own[key].type, least=_LEAST.get(key, 1))
         else:
@@ -96,6 +104,12 @@ def _number(
     if not within or not value <= most:
         raise ConfigurationError(f"kv_connector_extra_config.{key}", value, allowed)
     return wanted(value)
+
+
+def _path(key: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ConfigurationError(f"kv_connector_extra_config.{key}", value, "a file name")
+    return value
 
 
 def _names(key: str, value: object) -> tuple[str, ...]:

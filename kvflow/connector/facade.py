@@ -18,6 +18,7 @@ from kvflow.connector.memory import check_supported
 from kvflow.connector.metadata import StepEvents, WorkerHello
 from kvflow.connector.scheduler import SchedulerHalf
 from kvflow.connector.worker import WorkerHalf
+from kvflow.io.seal import from_file
 from kvflow.settings import parse
 
 if TYPE_CHECKING:
@@ -48,13 +49,16 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None and transfer.engine_id is not None
         settings = parse(transfer.kv_connector_extra_config)
+        seal = from_file(settings.shared_key_file)
         check_supported(vllm_config, kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(vllm_config, transfer.engine_id, settings)
+            self._scheduler = SchedulerHalf(vllm_config, transfer.engine_id, settings, seal)
         else:
-            self._worker = WorkerHalf(vllm_config, kv_cache_config, transfer.engine_id, settings)
+            self._worker = WorkerHalf(
+                vllm_config, kv_cache_config, transfer.engine_id, settings, seal
+            )
 
     @property
     def scheduler(self) -> SchedulerHalf:

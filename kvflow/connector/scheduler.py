@@ -6,7 +6,8 @@ raises into the scheduler: it becomes an event that fails that one load.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
@@ -23,10 +24,12 @@ from kvflow.core.events import (
     PrefillFinished,
     PrefillPreempted,
     PrefillStarted,
+    ReleaseAsked,
     ReleaseWanted,
 )
 from kvflow.errors import ConfigurationError
-from kvflow.ids import Address, Rank, RequestId, TransferId
+from kvflow.ids import ATTEMPT_STRIDE, Address, Rank, RequestId, TransferId
+from kvflow.io.seal import Seal
 from kvflow.io.side_channel import SideChannel
 from kvflow.observe.log import get_logger
 from kvflow.settings import Settings
@@ -48,7 +51,13 @@ class SchedulerHalf:
     from the allocation of its load until vLLM has taken the report.
     """
 
-    def __init__(self, config: "VllmConfig", engine_id: str, settings: Settings) -> None:
+    def __init__(
+        self,
+        config: "VllmConfig",
+        engine_id: str,
+        settings: Settings,
+        seal: Seal | None = None,
+    ) -> None:
         assert config.kv_transfer_config is not None
         self._config = config
         self._engine_id = engine_id
@@ -59,14 +68,18 @@ class SchedulerHalf:
             envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
             envs.VLLM_NIXL_SIDE_CHANNEL_PORT + config.parallel_config.data_parallel_index,
         )
-        self._attempts = itertools.count(1)
+        self._attempts = itertools.count(ATTEMPT_STRIDE, ATTEMPT_STRIDE)
         self._events: list[Event] = []
         self._prefills: dict[RequestId, TransferId] = {}
         self._loads: set[RequestId] = set()
         self._asked: set[RequestId] = set()
         self._log = get_logger("scheduler", engine=engine_id[:8])
+        self._parked_max = settings.parked_max
+        self._released: deque[TransferId] = deque()
         self._side_channel = SideChannel(
             engine_id=engine_id,
+            release=self._released.append,
+            seal=seal or Seal(),
             refused=lambda kind, detail: self._log.warning(f"refused {kind}", detail=detail),
             connections_max=settings.side_channel_connections_max,
         )
@@ -87,10 +100,15 @@ class SchedulerHalf:
 
     # -- loads -------------------------------------------------------------------------------------
 
-    def tokens_to_load(self, request: "Request", computed: int) -> tuple[int, bool]:
-        """How many prompt tokens a producer will deliver beyond the `computed` ones."""
+    def tokens_to_load(self, request: "Request", computed: int) -> tuple[int | None, bool]:
+        """How many prompt tokens a producer will deliver beyond the `computed` ones.
+
+        None: ask again later, as many loads as may be are parked already.
+        """
         if not self._may_load(request):
             return 0, False
+        if len(self._loads) >= self._parked_max:
+            return None, False
         count = request.num_prompt_tokens - computed
         return (count, True) if count > 0 else (0, False)
 
@@ -240,13 +258,19 @@ class SchedulerHalf:
 
     def step(self, output: "SchedulerOutput") -> StepEvents:
         """Everything that happened since the last step."""
+        released = [ReleaseAsked(transfer_id=id_) for id_ in self._take_released()]
         preempted = [
             PrefillPreempted(transfer_id=self._prefills[RequestId(id_)], request_id=RequestId(id_))
             for id_ in sorted(output.preempted_req_ids or ())
             if id_ in self._prefills
         ]
         events, self._events = self._events, []
-        return StepEvents((*preempted, *events))
+        return StepEvents((*preempted, *events, *released))
+
+    def _take_released(self) -> Iterator[TransferId]:
+        """What routers gave up through the side channel, whose thread appends to it."""
+        while self._released:
+            yield self._released.popleft()
 
     def reported(self, output: "KVConnectorOutput") -> None:
         """The workers' reports have reached the scheduler."""
@@ -257,4 +281,4 @@ class SchedulerHalf:
     @property
     def has_events(self) -> bool:
         """Whether a step is needed to hand events over."""
-        return bool(self._events)
+        return bool(self._events or self._released)

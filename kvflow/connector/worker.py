@@ -14,6 +14,7 @@ from kvflow.core.events import Event
 from kvflow.ids import AgentName, Rank, new_incarnation
 from kvflow.io.coordinates import Identity
 from kvflow.io.nixl_port import NixlPort
+from kvflow.io.seal import Seal
 from kvflow.io.transfer_loop import TransferLoop
 from kvflow.observe.log import get_logger
 from kvflow.observe.trace import from_environment
@@ -28,7 +29,12 @@ class WorkerHalf:
     """One worker's transfers."""
 
     def __init__(
-        self, config: "VllmConfig", kv_config: KVCacheConfig, engine_id: str, settings: Settings
+        self,
+        config: "VllmConfig",
+        kv_config: KVCacheConfig,
+        engine_id: str,
+        settings: Settings,
+        seal: Seal,
     ) -> None:
         self._config = config
         self._kv_config = kv_config
@@ -42,6 +48,7 @@ class WorkerHalf:
         self._log = get_logger("worker", **fields)
         self.loop = TransferLoop(
             settings=settings,
+            seal=seal,
             make_port=self._make_port,
             observer=Watch(from_environment(engine_id, self._rank), **fields),
             name=f"kvflow-{self._rank}",

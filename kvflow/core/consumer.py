@@ -83,6 +83,7 @@ class ConsumerRecord(Record):
     skip: tuple[int, ...] = ()
     tokens: int = 0
     born: float = 0.0
+    retries: int = 0
     agents: dict[Rank, AgentName] = field(default_factory=dict)
     answered: set[Rank] = field(default_factory=set)
     blind: set[Rank] = field(default_factory=set)
@@ -116,7 +117,18 @@ def is_done_already(record: C, event: FromRank, turn: Turn) -> bool:
 
 
 def fails_the_last(record: C, event: FromRank, turn: Turn) -> bool:
-    return not is_done_already(record, event, turn) and is_last(record, event, turn)
+    failed = not is_done_already(record, event, turn) and is_last(record, event, turn)
+    return failed and not may_retry(record, event, turn)
+
+
+def may_retry(record: C, event: FromRank, turn: Turn) -> bool:
+    """The producer still holds the KV, and no other rank may write under the old attempt."""
+    return (
+        event.reason is Reason.WRITE_FAILED
+        and record.retries < turn.timings.retries_max
+        and not is_done_already(record, event, turn)
+        and is_last(record, event, turn)
+    )
 
 
 def fails_before_others(record: C, event: FromRank, turn: Turn) -> bool:

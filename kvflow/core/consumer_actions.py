@@ -26,6 +26,7 @@ def _start(record: C, event: BlocksAllocated | LoadRefused | ReleaseWanted, turn
     record.transfer_id = event.transfer_id
     record.attempt = event.attempt
     record.born = turn.now
+    record.retries = 0
     record.reason = None
     record.detail = ""
     record.blocks = ()
@@ -236,6 +237,16 @@ def fail_mixed(record: C, event: FromRank, turn: Turn) -> None:
 def fail(record: C, event: FromRank, turn: Turn) -> None:
     _settle(record, event.rank, Outcome.FAILED)
     _end(record, turn, event.reason or Reason.FORGOTTEN)
+
+
+def retry(record: C, event: FromRank, turn: Turn) -> None:
+    """The edge back: the same blocks, a new attempt, within the same deadline."""
+    record.attempt += 1
+    record.retries += 1
+    record.answered.discard(event.rank)
+    record.writing.discard(event.rank)
+    _register_with(record, event.rank, turn)
+    turn.arm(_resend_key(record), turn.timings.register_resend_s)
 
 
 def give_up_failed(record: C, event: FromRank, turn: Turn) -> None:

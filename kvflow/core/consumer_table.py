@@ -83,6 +83,8 @@ ROWS = (
         why="one rank's part is here; a duplicate changes nothing, since ranks form a set"),
     row("rank_failed", "registering transferring", "=", guard=g.is_done_already,
         why="a rank that wrote everything and has forgotten so since"),
+    row("rank_failed", "registering registered transferring", "registering", c.retry, g.may_retry,
+        why="the WRITE failed, and the producer still holds the KV: register once more"),
     row("rank_failed", "registering registered transferring", "failed", c.fail, g.fails_the_last,
         why="nothing can land any more from any rank"),
     row("rank_failed", "registering registered transferring", "draining", c.give_up_failed,

@@ -60,6 +60,7 @@ class Engine:
             ev.PrefillPreempted: self._prefill,
             ev.PrefillFinished: self._prefill,
             ev.PrefillAborted: self._prefill,
+            ev.ReleaseAsked: self._release_asked,
             ev.BlocksAllocated: self._allocated,
             ev.LoadRefused: self._refused,
             ev.ReleaseWanted: self._release_wanted,
@@ -158,6 +159,10 @@ class Engine:
         record = self.records.producer(event.transfer_id, turn.now)
         self.records.fire_producer(record, classify.prefill(record, event), event, turn)
 
+    def _release_asked(self, event: ev.ReleaseAsked, turn: Turn) -> None:
+        record = self.records.producer(event.transfer_id, turn.now)
+        self.records.fire_producer(record, "release_asked", event, turn)
+
     def _load(
         self, event: ev.BlocksAllocated | ev.LoadRefused | ev.ReleaseWanted, turn: Turn
     ) -> ConsumerRecord:
@@ -211,6 +216,11 @@ class Engine:
         turn.follow_ups.append(PeerGone(agent=event.agent, detail=event.detail))
 
     def _introduced(self, event: ev.PeerIntroduced, turn: Turn) -> None:
+        known = event.agent in self.records.workers
+        if not known and len(self.records.workers) >= self.timings.peers_max:
+            turn.effects.append(Ignored(kind="peer_beyond_limit", key=event.agent))
+            turn.effects.append(DropPeer(agent=event.agent))
+            return
         record = self.records.worker(event.agent, event.rank, turn.now)
         self.records.fire_peer(record, "introduced", event, turn)
 
@@ -281,6 +291,11 @@ class Engine:
                     self._peer_gone(follow_up, turn)
                 case RenewalDue():
                     self._renewal_due(self.records.engines[follow_up.address], turn)
+
+        while len(self.records.tombs) > self.timings.tombstones_max:
+            oldest = next(iter(self.records.tombs))
+            self.records.deadlines.cancel(oldest)
+            self._expired(oldest, turn)
 
     def _wanted(self, wanted: Wanted, turn: Turn) -> None:
         record = self.records.engine(wanted.address, turn.now)

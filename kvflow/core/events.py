@@ -51,6 +51,13 @@ class PrefillAborted:
     request_id: RequestId
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseAsked:
+    """A router says through the side channel that nobody will fetch this transfer."""
+
+    transfer_id: TransferId
+
+
 # -- vLLM, consumer side -------------------------------------------------------------------------
 
 
@@ -168,11 +175,15 @@ class WriteDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteFailed:
-    """Answer to `PostWrite`: at least one run failed; no handle is outstanding any more."""
+    """Answer to `PostWrite`: at least one run failed; no handle is outstanding any more.
+
+    final  another attempt would fail in the same way.
+    """
 
     transfer_id: TransferId
     attempt: int
     detail: str
+    final: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +204,7 @@ Event = (
     | PrefillPreempted
     | PrefillFinished
     | PrefillAborted
+    | ReleaseAsked
     | BlocksAllocated
     | LoadRefused
     | ReleaseWanted

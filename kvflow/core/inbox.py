@@ -3,7 +3,7 @@
 Rules: a notice of an unknown sender changes nothing; whatever a known one says, it lives.
 """
 
-from kvflow.core import classify
+from kvflow.core import classify, producer
 from kvflow.core import events as ev
 from kvflow.core.consumer import FromRank
 from kvflow.core.effects import Ignored
@@ -73,6 +73,9 @@ class Inbox:
             return
         record = self.records.producer(notice.transfer_id, turn.now)
         trigger = classify.registration(record, sender, notice, worker.floor)
+        held = self.records.population[producer.NAME, "held"]
+        if trigger == "registered" and record.state == "unknown" and held >= turn.timings.held_max:
+            trigger = "registered_beyond"
         event = RegisteredBy(peer=sender, register=notice)
         self.records.fire_producer(record, trigger, event, turn)
 

@@ -15,7 +15,7 @@ them; there is no way to tell who is right.
 import math
 from dataclasses import dataclass, field
 
-from kvflow.core.events import PrefillFinished
+from kvflow.core.events import PrefillFinished, WriteFailed
 from kvflow.core.notices import Blocks, Cancel, Register
 from kvflow.core.reasons import Reason
 from kvflow.core.turn import Record, Turn
@@ -75,6 +75,7 @@ class ProducerRecord(Record):
     lease_until  the registration is good until then.
     write_until  slices may be posted only before this time, which the consumer names.
     ends_by      a shutdown lets the write go on until then, however often it is renewed.
+    failures     WRITEs of this prefill that have failed.
     settled      peer -> highest attempt of which it was told, or could be told, that nothing can
                  land any more; a later-arriving registration of such an attempt is stale.
     """
@@ -90,6 +91,7 @@ class ProducerRecord(Record):
     settled: dict[AgentName, int] = field(default_factory=dict)
     bytes: int = 0
     runs: int = 0
+    failures: int = 0
 
     @property
     def attempt(self) -> int:
@@ -119,6 +121,16 @@ def registration_fits(record: P, event: RegisteredBy, turn: Turn) -> bool:
 
 def registration_does_not_fit(record: P, event: RegisteredBy, turn: Turn) -> bool:
     return not registration_fits(record, event, turn)
+
+
+def may_be_retried(record: P, event: WriteFailed, turn: Turn) -> bool:
+    """Not at a shutdown: there will be no other attempt then."""
+    wanted = not event.final and record.ends_by == math.inf
+    return wanted and record.failures < turn.timings.retries_max
+
+
+def may_not_be_retried(record: P, event: WriteFailed, turn: Turn) -> bool:
+    return not may_be_retried(record, event, turn)
 
 
 def prefill_fits(record: P, event: PrefillFinished, turn: Turn) -> bool:

@@ -257,6 +257,34 @@ def finish(record: P, event: WriteDone, turn: Turn) -> None:
     step.end(record, turn, None)
 
 
+def keep_for_retry(record: P, event: WriteFailed, turn: Turn) -> None:
+    """The attempt is over, its blocks are not: another attempt may follow, for a while."""
+    record.detail = event.detail
+    record.failures += 1
+    turn.ledger.close_write(record.transfer_id)
+    step.tell(record, turn, Reason.WRITE_FAILED)
+    record.registration = None
+    turn.arm(step.deadline_key(record), turn.timings.retry_hold_s)
+
+
+def fail_released(record: P, event: object, turn: Turn) -> None:
+    step.tell(record, turn, Reason.CANCELLED)
+    step.end(record, turn, Reason.CANCELLED)
+
+
+def release_asked(record: P, event: object, turn: Turn) -> None:
+    step.release(record, record.request_id, turn)
+    fail_released(record, event, turn)
+
+
+def stop_released(record: P, event: object, turn: Turn) -> None:
+    step.stop(record, turn, Reason.CANCELLED)
+
+
+def refuse_capacity(record: P, event: RegisteredBy, turn: Turn) -> None:
+    step.refuse(record, turn, event.peer, event.register.attempt, Reason.CAPACITY)
+
+
 def fail_write(record: P, event: WriteFailed, turn: Turn) -> None:
     record.detail = event.detail
     step.close(record, turn)

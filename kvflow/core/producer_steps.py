@@ -104,6 +104,7 @@ def begin_anew(record: P) -> None:
     record.detail = ""
     record.bytes = 0
     record.runs = 0
+    record.failures = 0
     record.spent_ms.clear()
 
 

@@ -73,6 +73,8 @@ ROWS = (
     # -- registrations ---------------------------------------------------------------------------
     row("registered", "unknown", "held", p.hold,
         why="the consumer is first; the registration is kept until its lease ends"),
+    row("registered_beyond", "unknown", "forgotten", p.refuse_capacity,
+        why="as many registrations for unknown ids are kept as may be"),
     row("registered", "allocated", "registered", p.hold,
         why="the consumer registers while the prompt is computed"),
     row("registered", "preempted", "held", p.hold,
@@ -134,6 +136,14 @@ ROWS = (
         "allocated held registered preempted prefilled transferring draining sent failed", "=",
         p.confirm_cancel,
         why="of an older attempt, or another consumer's, nothing can land"),
+    row("release_asked", "unknown allocated held registered preempted", "failed", p.fail_released,
+        why="a router says that nobody will fetch it; a waiting consumer is told"),
+    row("release_asked", "prefilled", "failed", p.release_asked,
+        why="a router says that nobody will fetch it: the blocks go back at once"),
+    row("release_asked", "transferring", "draining", p.stop_released,
+        why="a router gives it up while it is being written"),
+    row("release_asked", "draining sent failed", "=",
+        why="over, or being given up already"),
     row("renewed", "held registered transferring", "=", p.extend,
         why="the registration is still wanted"),
     row("renewed", "sent", "=", p.answer_done,
@@ -143,7 +153,9 @@ ROWS = (
     # -- writes ----------------------------------------------------------------------------------
     row("write_done", "transferring", "sent", p.finish,
         why="every handle has reported done: the consumer is told, vLLM gets the blocks back"),
-    row("write_failed", "transferring", "failed", p.fail_write,
+    row("write_failed", "transferring", "prefilled", p.keep_for_retry, g.may_be_retried,
+        why="the attempt failed, the KV is still here: the consumer may register once more"),
+    row("write_failed", "transferring", "failed", p.fail_write, g.may_not_be_retried,
         why="the transfer library reported an error; no handle is outstanding"),
     row("write_done", "draining", "failed", p.finish_draining,
         why="the last handle has ended, though too late to count"),
@@ -199,6 +211,9 @@ IMPOSSIBLE = (
     | never("sent failed", "peer_lost", "nothing depends on the consumer any more")
     | never("unknown", "rival_started rival_finished rival_ended cancel_stale expired closing",
             "a record is created by what it is about; nothing else can concern it")
+    | never("allocated held registered preempted prefilled transferring draining sent failed",
+            "registered_beyond",
+            "something is known of the id, so the limit does not concern it")
     | never("held preempted", "rival_started rival_finished rival_ended",
             "there is no prefill on record to be rivalled")
     | never("prefilled transferring draining sent", "prefill_started prefill_finished",

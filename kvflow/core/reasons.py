@@ -12,6 +12,7 @@ class Reason(enum.StrEnum):
     ABORTED = "aborted"
     AMBIGUOUS = "ambiguous"
     CANCELLED = "cancelled"
+    CAPACITY = "capacity"
     DEADLINE = "deadline"
     EXPIRED = "expired"
     FORGOTTEN = "forgotten"
@@ -31,6 +32,7 @@ REASONS: dict[Reason, str] = {
     Reason.ABORTED: "the request was aborted in its own engine",
     Reason.AMBIGUOUS: "two requests claim the same transfer id, and neither can be preferred",
     Reason.CANCELLED: "the consumer, or a router on its behalf, gave the transfer up",
+    Reason.CAPACITY: "the producer keeps as many registrations for unknown ids as it may",
     Reason.DEADLINE: "the consumer's deadline for the whole load passed",
     Reason.EXPIRED: "a lease ended: nobody claimed the prefill, or nobody renewed the registration",
     Reason.FORGOTTEN: "the producer knows nothing (any more) of a registration it once accepted",

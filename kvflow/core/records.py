@@ -27,6 +27,7 @@ class Records:
     engines    producer engines, by their side channel's address.
     workers    consumer workers, by agent name.
     load_of    transfer id -> the request whose load it is (the latest).
+    tombs      deadline keys of the transfers that have ended, oldest first.
     engine_of  agent name -> the met engine that it belongs to.
     """
 
@@ -39,6 +40,7 @@ class Records:
         self.engine_of: dict[AgentName, PeerRecord] = {}
         self.population: Counter[tuple[str, str]] = Counter()
         self.deadlines = Deadlines()
+        self.tombs: dict[tuple[str, str], None] = {}
         self.clocks = Clocks()
 
     # -- find or make ----------------------------------------------------------------------------
@@ -124,9 +126,17 @@ class Records:
         self.population[table.name, record.state] += 1
         turn.effects.append(_moved(table, record, trigger, source, turn.now))
 
+    def _bury(self, table: Table, record: Any, key: tuple[str, str]) -> None:
+        """Keep the order in which transfers ended."""
+        if record.state in table.terminal:
+            self.tombs[key] = None
+        else:
+            self.tombs.pop(key, None)
+
     def fire_producer(self, record: ProducerRecord, trigger: str, event: Any, turn: Turn) -> None:
         before = record.registration
         self._fire(producer_table.TABLE, record, trigger, event, turn)
+        self._bury(producer_table.TABLE, record, (producer.NAME, record.transfer_id))
         for registration in (before, record.registration):
             worker = self.workers.get(registration.peer) if registration else None
             if worker is not None:
@@ -141,6 +151,7 @@ class Records:
     def fire_consumer(self, record: ConsumerRecord, trigger: str, event: Any, turn: Turn) -> None:
         before = self.engines.get(record.address)
         self._fire(consumer_table.TABLE, record, trigger, event, turn)
+        self._bury(consumer_table.TABLE, record, (consumer.NAME, record.request_id))
         engine = self.engines.get(record.address)
         if before is not None and before is not engine:
             before.using.discard(record.request_id)

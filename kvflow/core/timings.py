@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 
 from kvflow.errors import ConfigurationError
+from kvflow.ids import ATTEMPT_STRIDE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,11 @@ class Timings:
     fence_s            after a peer was torn down, blocks it might write are kept so long.
     renew_interval_s   time between two renewals to one peer.
     renew_misses_max   a rank silent for so many intervals, while something is awaited, is lost.
+    retries_max        a load whose WRITE failed is registered again so often (0 to 15).
+    retry_hold_s       after a failed WRITE the blocks are kept so long for another attempt.
+    held_max           registrations kept for transfer ids of which no prefill is known yet.
+    peers_max          consumer workers known at a time.
+    tombstones_max     ended transfers remembered at a time; the oldest are forgotten first.
     verify_after_s     an unused producer not heard for so long is asked who it is before it is
                        used again.
     backoff_first_s, backoff_max_s
@@ -52,6 +58,11 @@ class Timings:
     fence_s: float = 1.5
     renew_interval_s: float = 0.25
     renew_misses_max: int = 12
+    retries_max: int = 1
+    retry_hold_s: float = 5.0
+    held_max: int = 4096
+    peers_max: int = 1024
+    tombstones_max: int = 50_000
     verify_after_s: float = 5.0
     backoff_first_s: float = 0.2
     backoff_max_s: float = 5.0
@@ -63,8 +74,10 @@ class Timings:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if not value > 0:
+            if not value > 0 and each.name != "retries_max":
                 raise ConfigurationError(each.name, value, "more than 0")
+        if not 0 <= self.retries_max < ATTEMPT_STRIDE:
+            raise ConfigurationError("retries_max", self.retries_max, f"0 to {ATTEMPT_STRIDE - 1}")
         quiet_s = self.write_lease_s + self.slice_max_s
         self._at_least("fence_s", quiet_s, "write_lease_s + slice_max_s")
         self._at_least("write_lease_s", 2 * self.renew_interval_s, "2 * renew_interval_s")

@@ -195,8 +195,21 @@ class Engine:
 
 def start_engine(settings: EngineSettings) -> Engine:
     """Starts one engine and returns at once; see `wait_ready`."""
-    http_lease = lease_port(settings.host)
-    side_channel_lease = lease_port(settings.host)
+    return _launch(settings, lease_port(settings.host), lease_port(settings.host))
+
+
+def restart_engine(engine: Engine, settings: EngineSettings | None = None) -> Engine:
+    """Ends what is left of an engine, and starts one on the same ports; see `wait_ready`.
+
+    `settings`: the new engine's, by default the old one's.
+    """
+    _end([engine])
+    return _launch(settings or engine.settings, engine.http_lease, engine.side_channel_lease)
+
+
+def _launch(
+    settings: EngineSettings, http_lease: PortLease, side_channel_lease: PortLease
+) -> Engine:
     settings.log_path.parent.mkdir(parents=True, exist_ok=True)
     starter = [sys.executable, "-c", _START, str(os.getpid())]
     server = ["-P", "-m", "vllm.entrypoints.openai.api_server"]
@@ -243,6 +256,13 @@ async def wait_ready_async(
 
 def stop_engines(engines: Sequence[Engine]) -> None:
     """Ends the engines together: SIGTERM, a bounded wait, then SIGKILL to what is left."""
+    _end(engines)
+    for engine in engines:
+        engine.http_lease.release()
+        engine.side_channel_lease.release()
+
+
+def _end(engines: Sequence[Engine]) -> None:
     left = [engine for engine in engines if engine.process.returncode is None]
     for engine in left:
         _signal_group(engine, signal.SIGTERM)
@@ -254,9 +274,6 @@ def stop_engines(engines: Sequence[Engine]) -> None:
         # group's id is still ours.
         _signal_group(engine, signal.SIGKILL)
         engine.process.wait()
-    for engine in engines:
-        engine.http_lease.release()
-        engine.side_channel_lease.release()
 
 
 class EnginePair:

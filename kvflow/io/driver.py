@@ -41,6 +41,7 @@ from kvflow.errors import (
 from kvflow.ids import Address, AgentName, Incarnation, Rank, RequestId
 from kvflow.io.coordinates import Identity, rank_of
 from kvflow.io.port import Port
+from kvflow.io.seal import Seal
 from kvflow.io.writes import Write
 from kvflow.layout import Int64s, Region, plan, slices
 from kvflow.settings import Settings
@@ -94,12 +95,14 @@ class Driver:
         start_meeting: Callable[[Address], None],
         results: Results,
         observer: Observer,
+        seal: Seal | None = None,
     ) -> None:
         self.engine = Engine(settings.timings)
         self.identity = identity
         self._port = port
         self._settings = settings
         self._clock = clock
+        self._seal = seal or Seal()
         self._start_meeting = start_meeting
         self._results = results
         self._observer = observer
@@ -195,7 +198,7 @@ class Driver:
 
     def _arrived(self, sender: AgentName, payload: bytes) -> None:
         try:
-            notices, hello = codec.decode_frame(payload)
+            notices, hello = codec.decode_frame(self._seal.open(payload, sender))
             if hello is not None:
                 self._introduce(sender, hello)
         except (RemoteProtocolError, TransportError) as error:
@@ -310,6 +313,7 @@ class Driver:
         except Exception as error:
             self._observer.failed(f"plan of {order.transfer_id}", error)
             write.failure = f"no plan: {error!r}"
+            write.final = True
         else:
             settings = self._settings
             write.rest = (
@@ -363,7 +367,7 @@ class Driver:
             self._send(agent, notices[:half])
             self._send(agent, notices[half:])
             return
-        self._port.send(agent, payload)
+        self._port.send(agent, self._seal.close(payload, self._port.name))
 
     def _knows_us(self, agent: AgentName) -> bool:
         known_s = 2 * self._settings.timings.renew_interval_s

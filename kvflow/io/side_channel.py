@@ -1,34 +1,63 @@
 """The side channel: where a consumer asks a producer engine who its workers are.
 
+A router may also tell it that nobody will fetch a transfer.
+
 One TCP connection carries one request and one reply, each a length (4 bytes, big endian) and a
 message of `kvflow.wire`. The server answers from what it was given and knows nothing of transfers;
-whatever arrives, it goes on serving.
+whatever arrives, it goes on serving. With a shared key, both request and reply are sealed.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping
 
 from kvflow.errors import RemoteProtocolError, TransportError
-from kvflow.ids import Address, Rank, new_incarnation
+from kvflow.ids import Address, Rank, TransferId, new_incarnation
+from kvflow.io.seal import SIDE_CHANNEL, Seal
 from kvflow.io.thread import LoopThread
 from kvflow.wire import codec
 from kvflow.wire import messages as m
 
+_NO_SEAL = Seal()
 _LENGTH_BYTES = 4
 _REQUEST_BYTES_MAX = 4096
 _REQUEST_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 10.0
 
 
-async def meet(address: Address, engine_id: str, timeout_s: float) -> m.MeetReply:
+def _ignore(_: TransferId) -> None:
+    """For a side channel that has nobody to tell."""
+
+
+async def meet(
+    address: Address, engine_id: str, timeout_s: float, seal: Seal = _NO_SEAL
+) -> m.MeetReply:
     """Ask the side channel at `address` who it is; `engine_id` is ours.
 
     Raises `TransportError` when it cannot be reached or does not answer in `timeout_s`, and
-    `RemoteProtocolError` when what answers is not a side channel of our version.
+    `RemoteProtocolError` when what answers is not a side channel of our version, or has another
+    key.
     """
+    reply = await _ask(address, m.MeetRequest(engine_id=engine_id), timeout_s, seal)
+    if not isinstance(reply, m.MeetReply):
+        raise RemoteProtocolError(f"{address} answers another question")
+    return reply
+
+
+async def release(
+    address: Address, transfer_id: TransferId, timeout_s: float, seal: Seal = _NO_SEAL
+) -> None:
+    """Tell the producer at `address` that nobody will fetch a transfer. Raises as `meet` does."""
+    request = m.ReleaseRequest(transfer_id=transfer_id)
+    if not isinstance(await _ask(address, request, timeout_s, seal), m.Released):
+        raise RemoteProtocolError(f"{address} answers another question")
+
+
+async def _ask(
+    address: Address, request: m.MeetRequest | m.ReleaseRequest, timeout_s: float, seal: Seal
+) -> m.MeetReply | m.Released:
     try:
         async with asyncio.timeout(timeout_s):
-            return await _ask(address, engine_id)
+            return await _exchange(address, request, seal)
     except TimeoutError as error:
         raise TransportError(f"{address} did not answer in {timeout_s} s") from error
     except (OSError, asyncio.IncompleteReadError, UnicodeError) as error:
@@ -36,12 +65,15 @@ async def meet(address: Address, engine_id: str, timeout_s: float) -> m.MeetRepl
         raise TransportError(f"{address}: {error}") from error
 
 
-async def _ask(address: Address, engine_id: str) -> m.MeetReply:
+async def _exchange(
+    address: Address, request: m.MeetRequest | m.ReleaseRequest, seal: Seal
+) -> m.MeetReply | m.Released:
     reader, writer = await asyncio.open_connection(address.host, address.port)
     try:
-        _send(writer, codec.encode(m.MeetRequest(engine_id=engine_id)))
+        _send(writer, seal.close(codec.encode(request), SIDE_CHANNEL))
         await writer.drain()
-        return codec.decode_reply(await _receive(reader, m.FRAME_BYTES_MAX))
+        reply = await _receive(reader, m.FRAME_BYTES_MAX)
+        return codec.decode_reply(seal.open(reply, SIDE_CHANNEL))
     finally:
         writer.close()
 
@@ -50,6 +82,7 @@ class SideChannelServer:
     """Serves one engine's `MeetReply` until closed.
 
     reply            called per request, so that a worker may be replaced while serving.
+    release          told of each transfer that a router gives up.
     refused          told what was refused, for logs and counters.
     connections_max  connections served at once; one more is closed unanswered.
     """
@@ -60,8 +93,12 @@ class SideChannelServer:
         reply: Callable[[], m.MeetReply],
         refused: Callable[[str, str], None],
         connections_max: int,
+        release: Callable[[TransferId], None] = _ignore,
+        seal: Seal = _NO_SEAL,
     ) -> None:
         self._reply = reply
+        self._release = release
+        self._seal = seal
         self._refused = refused
         self._connections_max = connections_max
         self._connections = 0
@@ -105,31 +142,51 @@ class SideChannelServer:
             writer.transport.abort()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reply: m.MeetReply | m.Released | m.Refusal
         try:
-            codec.decode_request(await _receive(reader, _REQUEST_BYTES_MAX))
+            received = await _receive(reader, _REQUEST_BYTES_MAX)
+            request = codec.decode_request(self._seal.open(received, SIDE_CHANNEL))
         except RemoteProtocolError as error:
             self._refused("request", str(error))
-            _send(writer, codec.encode(m.Refusal(detail=str(error)[:1000])))
+            reply = m.Refusal(detail=str(error)[:1000])
         else:
-            _send(writer, codec.encode(self._reply()))
+            reply = self._answer_to(request)
+        _send(writer, self._seal.close(codec.encode(reply), SIDE_CHANNEL))
         await writer.drain()
+
+    def _answer_to(self, request: m.MeetRequest | m.ReleaseRequest) -> m.MeetReply | m.Released:
+        if isinstance(request, m.MeetRequest):
+            return self._reply()
+        self._release(TransferId(request.transfer_id))
+        return m.Released(transfer_id=request.transfer_id)
 
 
 class SideChannel:
     """A server on a thread of its own, answering with the coordinates of an engine's workers.
 
     refused  told what was refused, in the server's thread.
+    release  told of each transfer that a router gives up, in the server's thread.
     """
 
     def __init__(
-        self, *, engine_id: str, refused: Callable[[str, str], None], connections_max: int
+        self,
+        *,
+        engine_id: str,
+        refused: Callable[[str, str], None],
+        connections_max: int,
+        release: Callable[[TransferId], None] = _ignore,
+        seal: Seal = _NO_SEAL,
     ) -> None:
         self._engine_id = engine_id
         self._incarnation = new_incarnation()
         self._hellos: dict[Rank, m.Hello] = {}
         self._thread: LoopThread | None = None
         self._server = SideChannelServer(
-            reply=self._reply, refused=refused, connections_max=connections_max
+            reply=self._reply,
+            release=release,
+            seal=seal,
+            refused=refused,
+            connections_max=connections_max,
         )
 
     def introduce(self, payloads: Mapping[Rank, bytes]) -> None:

@@ -21,6 +21,7 @@ from kvflow.ids import Address
 from kvflow.io.coordinates import Identity
 from kvflow.io.driver import Driver, Observer
 from kvflow.io.port import Port
+from kvflow.io.seal import Seal
 from kvflow.io.side_channel import meet
 from kvflow.io.thread import LoopThread, Outbox
 from kvflow.io.timer import PollTimer
@@ -45,6 +46,7 @@ class TransferLoop:
         settings: Settings,
         make_port: Callable[[Identity], Port],
         observer: Observer,
+        seal: Seal | None = None,
         name: str = "kvflow",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -53,6 +55,7 @@ class TransferLoop:
         self._make_port = make_port
         self._observer = observer
         self._clock = clock
+        self._seal = seal or Seal()
         self._thread = LoopThread(name)
         self._inbox: deque[ev.Event] = deque()
         self._port: Port | None = None
@@ -117,6 +120,7 @@ class TransferLoop:
                 port=port,
                 settings=self._settings,
                 clock=self._clock,
+                seal=self._seal,
                 start_meeting=self._start_meeting,
                 results=self.outbox,
                 observer=self._observer,
@@ -178,7 +182,12 @@ class TransferLoop:
     def _start_meeting(self, address: Address) -> None:
         driver = self._driver
         assert driver is not None
-        asking = meet(address, driver.identity.engine_id, self._settings.timings.meet_deadline_s)
+        asking = meet(
+            address,
+            driver.identity.engine_id,
+            self._settings.timings.meet_deadline_s,
+            self._seal,
+        )
         task = asyncio.get_running_loop().create_task(asking)
         self._meetings.add(task)
         task.add_done_callback(functools.partial(self._answered, driver, address))

@@ -23,6 +23,7 @@ class Write:
     handles  posted and not ended.
     stopped  nothing more is posted.
     failure  the first error, if any; nothing more is posted then either.
+    final    another attempt would fail in the same way.
     """
 
     order: PostWrite
@@ -30,6 +31,7 @@ class Write:
     handles: list[int] = field(default_factory=list)
     stopped: bool = False
     failure: str = ""
+    final: bool = False
     bytes: int = 0
     runs: int = 0
 
@@ -86,7 +88,12 @@ class Write:
     def _answer(self) -> WriteDone | WriteFailed | WriteStopped | None:
         transfer_id, attempt = self.order.transfer_id, self.order.attempt
         if self.failure:
-            return WriteFailed(transfer_id=transfer_id, attempt=attempt, detail=self.failure)
+            return WriteFailed(
+                transfer_id=transfer_id,
+                attempt=attempt,
+                detail=self.failure,
+                final=self.final,
+            )
         if self.rest is None:
             return WriteDone(
                 transfer_id=transfer_id, attempt=attempt, bytes=self.bytes, runs=self.runs

@@ -1,23 +1,23 @@
 """Everything that vLLMs, networks and operators may do to a world, one step after another.
 
-`Chaos` is what the Hypothesis test picks its rules from, and a seeded simulator of its own:
+`Chaos` is what the Hypothesis test picks its rules from, and the seeded simulator its operations
+(`kvflow.testing.operations`, `kvflow.testing.simulate`).
 
-    python -m kvflow.testing.chaos 0 1000        # seeds 0 to 999; prints those that fail
-
-Ids, engines and requests are picked by number, modulo what there is: each number means something.
+Rules: ids, engines and requests are picked by number, modulo what there is, so each number means
+something; what finds no free blocks is queued, and tried again when `retry_queued` is called.
 """
 
-import random
-import sys
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from kvflow.core import Timings
 from kvflow.core import events as ev
-from kvflow.errors import KVFlowError
-from kvflow.ids import TransferId
+from kvflow.ids import AgentName, TransferId
+from kvflow.testing.driver import Node
 from kvflow.testing.engines import Consumer, Load, Prefill, Producer
+from kvflow.testing.faults import Fault, Faults
 from kvflow.testing.network import Weather
-from kvflow.testing.world import Faults, World
+from kvflow.testing.world import World
 
 # Shorter than the defaults where only the bound matters, so that a world ends in milliseconds.
 TIMINGS = Timings(
@@ -35,17 +35,38 @@ WHILES_S = (0.8, 1.2, 2.6, 4.0, 8.0, 14.0, 70.0)
 PAUSES_S = (0.4, 1.1, 3.0, 8.0, 25.0)
 CHANCES = (0.0, 0.0, 0.1, 0.3, 0.7)
 PICKS = 12
+QUEUE_MAX = 16
+"""More legs than these do not wait for blocks: the router sends them elsewhere."""
+
+Leg = TypeVar("Leg", Prefill, Load)
 
 
 class Chaos:
-    """Two producers, two consumers. `P1` and `C1` are used less often: ids meet in `P0`, `C0`."""
+    """Some producers, some consumers. The first of each are used most: ids meet there.
 
-    def __init__(self, seed: int, ranks: int, timings: Timings = TIMINGS) -> None:
+    off     what a swarm phase has turned off (`kvflow.testing.faults.SWARM`).
+    queued  legs that wait for blocks: the process that they were sent to, and how to try again.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        ranks: int,
+        timings: Timings = TIMINGS,
+        *,
+        producers: int = 2,
+        consumers: int = 2,
+        blocks: int = 60,
+    ) -> None:
         self.world = World(seed, timings)
-        self.producers = [self.world.add_producer(f"P{n}", ranks=ranks) for n in range(2)]
-        self.consumers = [self.world.add_consumer(f"C{n}") for n in range(2)]
+        self.producers = [
+            self.world.add_producer(f"P{n}", ranks=ranks, blocks=blocks) for n in range(producers)
+        ]
+        self.consumers = [self.world.add_consumer(f"C{n}", blocks=blocks) for n in range(consumers)]
         self.world.faults = Faults(slow_slices=0.6)
         self.ids: list[TransferId] = []
+        self.off: frozenset[str] = frozenset()
+        self.queued: list[tuple[Node, Callable[[], object]]] = []
 
     @property
     def engines(self) -> list[Producer | Consumer]:
@@ -72,19 +93,75 @@ class Chaos:
         ]
 
     def _producer(self, pick: int) -> Producer:
-        return self.producers[pick % 6 == 5]
+        others = len(self.producers) - 1
+        return self.producers[1 + pick // 6 % others if others and pick % 6 == 5 else 0]
 
     def _consumer(self, pick: int) -> Consumer:
-        return self.consumers[pick % 6 == 5]
+        others = len(self.consumers) - 1
+        return self.consumers[1 + pick // 6 % others if others and pick % 6 == 5 else 0]
 
     def _id(self, pick: int, old: bool, unpaired: list[TransferId]) -> TransferId:
         """The id of a leg that has no counterpart yet, or one that was used, or a new one."""
         if old and self.ids:
-            return self.ids[-1 - pick % min(len(self.ids), 4)]
+            transfer_id = self.ids[-1 - pick % min(len(self.ids), 4)]
+            self.world.strike(Fault.ID_REUSED, transfer_id)
+            return transfer_id
         if unpaired and pick % 4:
             return unpaired[-1 - pick % len(unpaired)]
         self.ids.append(TransferId(f"t{len(self.ids)}"))
         return self.ids[-1]
+
+    # -- legs, and the queue for those that find no blocks -----------------------------------------
+
+    def _begin(self, producer: Producer, transfer_id: TransferId) -> Prefill | None:
+        def begin() -> Prefill | None:
+            live = [each for _, each in self.prefills("running", "finished", "preempted")]
+            begun = producer.begin(transfer_id)
+            if begun and any(each.transfer_id == transfer_id for each in live):
+                self.world.strike(Fault.PREFILL_RIVAL, f"of {transfer_id} at {producer.name}")
+            return begun
+
+        self.world.say(f"{producer.name} is asked to prefill {transfer_id}")
+        return self._or_queue(producer.nodes[0], begin, Fault.PRODUCER_OUT_OF_BLOCKS)
+
+    def _load(
+        self, consumer: Consumer, producer: Producer, transfer_id: TransferId, **how: Any
+    ) -> Load | None:
+        def load() -> Load | None:
+            again: Load | None = how.get("again")
+            if again and (again.aborted or consumer.loads.get(again.request_id) is not again):
+                return again  # meanwhile its client has gone, or it was sent once more
+            others = [each for _, each in self.loads("loading")]
+            begun = consumer.allocate(transfer_id, producer, **how)
+            if begun and any(each.transfer_id == transfer_id for each in others):
+                self.world.strike(Fault.LOAD_RIVAL, f"of {transfer_id} at {consumer.name}")
+            return begun
+
+        said = " ".join(f"{key}={value}" for key, value in how.items() if key != "again" and value)
+        asked = f"{consumer.name} is asked to decode {transfer_id} from {producer.name} {said}"
+        self.world.say(asked.rstrip())
+        return self._or_queue(consumer.node, load, Fault.CONSUMER_OUT_OF_BLOCKS)
+
+    def _or_queue(self, process: Node, leg: Callable[[], Leg | None], full: Fault) -> Leg | None:
+        begun = leg()
+        if begun is None:
+            self.world.strike(full, f"at {process.agent}")
+            if len(self.queued) < QUEUE_MAX:
+                self.queued.append((process, leg))
+        return begun
+
+    def retry_queued(self) -> None:
+        """Blocks may be free by now; what was sent to a process that is gone is gone with it."""
+        waiting, self.queued = self.queued, []
+        for process, leg in waiting:
+            if process.alive and leg() is None:
+                self.queued.append((process, leg))
+
+    def end(self) -> None:
+        """Clients lose patience; all faults stop, and everything must end and be forgotten."""
+        self.queued.clear()
+        self.world.say("all faults stop; everything must end")
+        self.world.everything_ends()
 
     def _asked_for(self) -> list[TransferId]:
         prefilled = {prefill.transfer_id for _, prefill in self.prefills("running", "finished")}
@@ -101,22 +178,25 @@ class Chaos:
     def begin_prefill(self, where: int, pick: int, old: bool) -> None:
         producer = self._producer(where)
         if producer.alive:
-            producer.begin(self._id(pick, old, self._asked_for()))
+            self._begin(producer, self._id(pick, old, self._asked_for()))
 
     def finish_prefill(self, pick: int) -> None:
         if found := self.prefills("running"):
             producer, prefill = found[pick % len(found)]
+            self.world.say(f"{producer.name} has computed {prefill.transfer_id}")
             producer.finish(prefill)
 
     def allocate_prefill_again(self, pick: int) -> None:
         """vLLM says more than once that it computes a prompt."""
         if found := self.prefills("running"):
             producer, prefill = found[pick % len(found)]
+            self.world.strike(Fault.PREFILL_TOLD_TWICE, f"{prefill.transfer_id} at {producer.name}")
             producer.repeat(prefill)
 
     def preempt_prefill(self, pick: int) -> None:
         if found := self.prefills("running"):
             producer, prefill = found[pick % len(found)]
+            self.world.strike(Fault.PREFILL_PREEMPTED, f"{prefill.transfer_id} at {producer.name}")
             producer.preempt(prefill)
 
     def resume_prefill(self, pick: int) -> None:
@@ -127,6 +207,7 @@ class Chaos:
     def abort_prefill(self, pick: int) -> None:
         if found := self.prefills("running", "preempted"):
             producer, prefill = found[pick % len(found)]
+            self.world.strike(Fault.PREFILL_ABORTED, f"{prefill.transfer_id} at {producer.name}")
             producer.abort(prefill)
 
     # -- consumers -------------------------------------------------------------------------------
@@ -137,31 +218,50 @@ class Chaos:
         consumer, producer = self._consumer(who), self._producer(where)
         if consumer.alive:
             transfer_id = self._id(pick, old, self._on_offer())
-            consumer.allocate(transfer_id, producer, skip=skip, surplus=surplus, named=named)
+            if surplus:
+                self.world.strike(Fault.MISMATCH, transfer_id)
+            self._load(consumer, producer, transfer_id, skip=skip, surplus=surplus, named=named)
+
+    def allocate_by_old_name(self, where: int, pick: int) -> None:
+        """The router names the engine id of an earlier start, or one that never was."""
+        consumer, producer = self.consumers[0], self._producer(where)
+        if consumer.alive:
+            transfer_id = self._id(pick, False, self._on_offer())
+            self.world.strike(Fault.ENGINE_ID_STALE, transfer_id)
+            self._load(consumer, producer, transfer_id, engine_id=f"{producer.name}-0")
+
+    def refuse_load(self, who: int, pick: int) -> None:
+        consumer = self._consumer(who)
+        if consumer.alive:
+            transfer_id = self._id(pick, False, self._on_offer())
+            self.world.strike(Fault.LOAD_REFUSED, f"of {transfer_id} at {consumer.name}")
+            consumer.refuse(transfer_id)
 
     def dispatch_both_legs(self, where: int, old: bool, first: bool, then_s: float) -> None:
         """What a router does: both legs at once, or the consumer's after the prefill."""
         consumer, producer = self.consumers[0], self._producer(where)
         transfer_id = self._id(0, old, [])
         if consumer.alive and first:
-            consumer.allocate(transfer_id, producer)
+            self._load(consumer, producer, transfer_id)
         if producer.alive:
-            prefill = producer.begin(transfer_id)
+            prefill = self._begin(producer, transfer_id)
             self.world.advance(then_s)
             if prefill and prefill.state == "running" and producer.alive:
                 producer.finish(prefill)
         if consumer.alive and not first:
-            consumer.allocate(transfer_id, producer)
+            self._load(consumer, producer, transfer_id)
         self.world.advance(then_s)
 
     def abort_load(self, pick: int) -> None:
         if found := self.loads("loading", "received"):
             consumer, load = found[pick % len(found)]
+            self.world.strike(Fault.LOAD_ABORTED, f"{load.request_id} of {load.transfer_id}")
             consumer.abort(load)
 
     def finish_decode(self, pick: int) -> None:
         if found := self.loads("received"):
             consumer, load = found[pick % len(found)]
+            self.world.say(f"{load.request_id} has been decoded")
             consumer.leave(load)
 
     def load_again(self, where: int, pick: int, same: bool) -> None:
@@ -174,7 +274,8 @@ class Chaos:
             consumer.leave(load)
         if not load.aborted:
             transfer_id = load.transfer_id if same else self._id(pick, False, self._on_offer())
-            consumer.allocate(transfer_id, self._producer(where), again=load)
+            self.world.strike(Fault.LOAD_AGAIN, load.request_id)
+            self._load(consumer, self._producer(where), transfer_id, again=load)
 
     def release(self, where: int, pick: int, old: bool, again: bool) -> None:
         """All is cached, for a new request or for one that loaded before."""
@@ -184,25 +285,55 @@ class Chaos:
             ended = [load for load in ended if load.request_id in consumer.loads]
             load = ended[pick % len(ended)] if again and ended else None
             transfer_id = self._id(pick, old, self._on_offer())
+            self.world.strike(Fault.RELEASE_ONLY, f"of {transfer_id} at {consumer.name}")
             consumer.release(transfer_id, self._producer(where), again=load)
+
+    def release_by_router(self, where: int, pick: int) -> None:
+        """A router tells the producer itself that nobody will fetch a transfer."""
+        producer = self._producer(where)
+        if producer.alive and self.ids:
+            transfer_id = self.ids[-1 - pick % min(len(self.ids), 4)]
+            self.world.strike(Fault.RELEASED_BY_ROUTER, f"{transfer_id} at {producer.name}")
+            producer.release(transfer_id)
 
     # -- faults ----------------------------------------------------------------------------------
 
     def change_weather(self, loss: float, double: float, straggle: float) -> None:
         self.world.network.weather = Weather(
-            loss=loss, double=double, straggle=straggle, delay_s=0.02, straggle_s=6.0
+            loss=0.0 if "loss" in self.off else loss,
+            double=0.0 if "double" in self.off else double,
+            straggle=0.0 if "straggle" in self.off else straggle,
+            delay_s=0.02,
+            straggle_s=6.0,
         )
 
-    def change_faults(self, slow: float, fails: float, meeting_slow: float) -> None:
-        self.world.faults = Faults(slow_slices=slow, write_fails=fails, meeting_slow=meeting_slow)
+    def change_faults(
+        self, slow: float, fails: float, meeting_slow: float, **others: float
+    ) -> None:
+        faults = Faults(slow_slices=slow, write_fails=fails, meeting_slow=meeting_slow, **others)
+        self.world.faults = faults.without(self.off)
 
     def heal(self) -> None:
+        self.world.say("all faults stop")
         self.world.heal()
 
+    def _pair(self, one: int, other: int) -> tuple[AgentName, AgentName]:
+        producer = self.producers[one % len(self.producers)]
+        consumer = self.consumers[other % len(self.consumers)]
+        worker = producer.nodes[one // len(self.producers) % len(producer.nodes)]
+        return worker.agent, consumer.node.agent
+
     def partition(self, one: int, other: int, data: bool) -> None:
-        producer, consumer = self.producers[one % 2], self.consumers[other % 2]
-        worker = producer.nodes[one // 2 % len(producer.nodes)]
-        self.world.network.cut(worker.agent, consumer.node.agent, data=data)
+        worker, consumer = self._pair(one, other)
+        kind = Fault.PARTITION_WITH_DATA if data else Fault.PARTITION
+        self.world.strike(kind, f"between {worker} and {consumer}")
+        self.world.network.cut(worker, consumer, data=data)
+
+    def partition_one_way(self, one: int, other: int, to_consumer: bool) -> None:
+        worker, consumer = self._pair(one, other)
+        pair = (worker, consumer) if to_consumer else (consumer, worker)
+        self.world.strike(Fault.PARTITION_ONE_WAY, f"from {pair[0]} to {pair[1]}")
+        self.world.network.cut_one_way(*pair)
 
     def pause(self, pick: int, seconds: float) -> None:
         nodes = list(self.world.nodes.values())
@@ -210,119 +341,54 @@ class Chaos:
             self.world.pause(nodes[pick % len(nodes)], seconds)
 
     def crash(self, pick: int) -> None:
-        engine = self.engines[pick % 4]
-        if engine.alive and pick < 4:
+        """One time in three."""
+        if pick < PICKS // 3:
+            self.crash_engine(pick)
+
+    def crash_engine(self, pick: int) -> None:
+        engine = self.engines[pick % len(self.engines)]
+        if engine.alive:
+            is_producer = isinstance(engine, Producer)
+            kind = Fault.PRODUCER_CRASHED if is_producer else Fault.CONSUMER_CRASHED
+            self.world.strike(kind, engine.name)
             engine.crash()
 
     def restart(self) -> None:
         for engine in self.engines:
             if not engine.alive:
+                self.world.strike(Fault.RESTARTED, engine.name)
                 engine.start()
                 return
 
     def close(self, pick: int) -> None:
+        """One time in three."""
+        if pick < PICKS // 3:
+            self.close_worker(pick)
+
+    def close_worker(self, pick: int) -> None:
+        """One worker is told that it will be gone."""
         nodes = list(self.world.nodes.values())
-        if nodes and pick < 4:
-            nodes[pick % len(nodes)].take(ev.Closing())
+        if nodes:
+            node = nodes[pick % len(nodes)]
+            self.world.strike(Fault.CLOSING, node.agent)
+            node.take(ev.Closing())
+
+    def shut_down(self, pick: int, after_s: float) -> None:
+        """SIGTERM: every worker of an engine is told, and after a while the process is gone."""
+        engine = self.engines[pick % len(self.engines)]
+        if not engine.alive:
+            return
+        nodes = engine.nodes if isinstance(engine, Producer) else [engine.node]
+        self.world.strike(Fault.SHUT_DOWN, engine.name)
+        for node in nodes:
+            node.take(ev.Closing())
+
+        def be_gone() -> None:
+            if nodes[0].alive:
+                self.world.say(f"{engine.name} is gone")
+                engine.crash()
+
+        self.world.later(after_s, be_gone)
 
     def pass_time(self, seconds: float) -> None:
         self.world.advance(seconds)
-
-
-# -- the simulator ---------------------------------------------------------------------------------
-
-ODDS: dict[str, float] = {
-    "a_moment": 20.0,
-    "a_while": 3.0,
-    "begin_prefill": 4.0,
-    "finish_prefill": 6.0,
-    "allocate_prefill_again": 1.0,
-    "preempt_prefill": 2.0,
-    "resume_prefill": 2.0,
-    "abort_prefill": 1.5,
-    "allocate": 6.0,
-    "dispatch_both_legs": 5.0,
-    "abort_load": 1.5,
-    "finish_decode": 1.0,
-    "load_again": 2.0,
-    "release": 1.0,
-    "change_weather": 1.0,
-    "change_faults": 0.5,
-    "heal": 1.0,
-    "partition": 1.0,
-    "pause": 1.0,
-    "crash": 0.7,
-    "restart": 3.0,
-    "close": 0.3,
-}
-
-
-class Simulator:
-    """One seed: a safety phase of random steps, then everything heals and must end."""
-
-    def __init__(self, seed: int, steps: int) -> None:
-        self.rng = random.Random(seed)
-        self.steps = steps
-        self.chaos = Chaos(seed, ranks=self.rng.choice([1, 2, 2]))
-        self.old = self.rng.choice([0.02, 0.1, 0.3])
-        self.odds = dict(ODDS)
-        for fault in ("crash", "pause", "close"):
-            self.odds[fault] *= self.rng.choice([0.1, 1.0])
-        self.odds["heal"] *= self.rng.choice([1.0, 5.0])
-
-    def run(self) -> World:
-        names, odds = list(self.odds), list(self.odds.values())
-        for _ in range(self.steps):
-            self._step(self.rng.choices(names, odds)[0])
-        self.chaos.world.everything_ends()
-        return self.chaos.world
-
-    def _step(self, name: str) -> None:
-        rng, chaos = self.rng, self.chaos
-        pick, where, old = rng.randrange(PICKS), rng.randrange(PICKS), rng.random() < self.old
-        yes = rng.random() < 0.5
-        steps: dict[str, Callable[[], None]] = {
-            "a_moment": lambda: chaos.pass_time(rng.choice(MOMENTS_S)),
-            "a_while": lambda: chaos.pass_time(rng.choice(WHILES_S[: rng.choice([3, 3, 7])])),
-            "begin_prefill": lambda: chaos.begin_prefill(where, pick, old),
-            "allocate": lambda: chaos.allocate(
-                rng.randrange(PICKS), where, pick, old, pick % 3, rng.random() < 0.1, yes
-            ),
-            "dispatch_both_legs": lambda: chaos.dispatch_both_legs(
-                where, old, yes, rng.choice(MOMENTS_S)
-            ),
-            "load_again": lambda: chaos.load_again(where, pick, yes),
-            "release": lambda: chaos.release(where, pick, old, yes),
-            "change_weather": lambda: chaos.change_weather(*rng.choices(CHANCES, k=3)),
-            "change_faults": lambda: chaos.change_faults(
-                rng.choice([0.0, 0.1, 0.3, 0.9]), rng.choice([0, 0, 0, 0.2]), rng.choice(CHANCES)
-            ),
-            "heal": chaos.heal,
-            "partition": lambda: chaos.partition(where, pick, yes),
-            "pause": lambda: chaos.pause(pick, rng.choice(PAUSES_S)),
-            "restart": chaos.restart,
-        }
-        if name in steps:
-            steps[name]()
-        else:
-            getattr(chaos, name)(pick)
-
-
-def main(first: int, last: int, steps: int = 150) -> int:
-    """Run seeds; print those that fail, and what fails."""
-    from kvflow.testing.rows import RowWatch, every_row
-
-    failed = 0
-    with RowWatch() as watch:
-        for seed in range(first, last):
-            try:
-                Simulator(seed, steps).run()
-            except (AssertionError, KVFlowError, KeyError) as error:
-                failed += 1
-                print(f"seed {seed}: {type(error).__name__}: {error}")
-    print(f"{last - first} seeds, {failed} failed, {len(watch.taken)} of {len(every_row())} rows")
-    return failed
-
-
-if __name__ == "__main__":
-    sys.exit(bool(main(*(int(argument) for argument in sys.argv[1:]))))

@@ -228,6 +228,9 @@ class Node:
             if not self.engine.may_write(effect.transfer_id, effect.attempt, self.clock):
                 self._wait(write)
                 return
+            if self.world.refuses_post(self):
+                write.failed = "the transfer library refused the post"
+                return
             stop = write.posted + SLICE_BLOCKS
             each = Slice(
                 transfer_id=effect.transfer_id,
@@ -239,7 +242,12 @@ class Node:
             )
             write.posted = min(stop, len(write.source))
             write.under_way += 1
-            self.world.post(self, each, lambda detail: self._slice_ended(write, detail))
+            self.world.post(
+                self,
+                each,
+                lambda detail: self._slice_ended(write, detail),
+                lambda detail: self._slice_troubled(write, detail),
+            )
 
     def _wait(self, write: Write) -> None:
         if write.waits:
@@ -251,6 +259,10 @@ class Node:
             self._go_on(write)
 
         self.world.later(RETRY_S, ask_again)
+
+    def _slice_troubled(self, write: Write, detail: str) -> None:
+        """Nobody knows whether the slice has ended, so it has not; nothing more is posted."""
+        write.failed = write.failed or detail
 
     def _slice_ended(self, write: Write, detail: str) -> None:
         write.under_way -= 1

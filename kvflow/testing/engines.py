@@ -12,7 +12,7 @@ from kvflow.core import effects as ef
 from kvflow.core import events as ev
 from kvflow.core.ledger import Block
 from kvflow.core.notices import Blocks
-from kvflow.ids import Address, AgentName, Rank, RequestId, TransferId
+from kvflow.ids import ATTEMPT_STRIDE, Address, AgentName, Rank, RequestId, TransferId
 from kvflow.testing import invariants
 from kvflow.testing.driver import Node, Tag
 
@@ -181,6 +181,10 @@ class Producer:
             ev.PrefillAborted(transfer_id=prefill.transfer_id, request_id=prefill.request_id)
         )
 
+    def release(self, transfer_id: TransferId) -> None:
+        """A router says, through the side channel, that nobody will fetch this transfer."""
+        self._tell(ev.ReleaseAsked(transfer_id=transfer_id))
+
     def report_sent(self, node: Node, request_id: RequestId) -> None:
         """One worker lets go of its part: its memory is scribbled over at once."""
         prefill = self.prefills.get(request_id)
@@ -238,13 +242,15 @@ class Consumer:
         skip: int = 0,
         surplus: int = 0,
         named: bool = False,
+        engine_id: str | None = None,
         again: Load | None = None,
     ) -> Load | None:
         """Reserve blocks and wait for KV; `again` is a request that was preempted or failed.
 
-        skip     blocks that are cached here already.
-        surplus  blocks too many, which no prefill can have.
-        named    whether the router says which engine id it means.
+        skip       blocks that are cached here already.
+        surplus    blocks too many, which no prefill can have.
+        named      whether the router says which engine id it means.
+        engine_id  the engine id that it says, if it is not the one that is up.
         """
         wanted = blocks_of(transfer_id)
         skips = tuple(min(skip, count) for count in wanted)
@@ -254,7 +260,7 @@ class Consumer:
         blocks = self.pool.take(counts)
         if blocks is None:
             return None
-        self.attempts += 1
+        self.attempts += ATTEMPT_STRIDE
         number = self.world.next_number()
         load = Load(
             request_id=again.request_id if again else RequestId(f"{self.name}.c{number}"),
@@ -272,10 +278,35 @@ class Consumer:
                 request_id=load.request_id,
                 attempt=load.attempt,
                 address=producer.address,
-                engine_id=producer.engine_id if named else None,
+                engine_id=engine_id or (producer.engine_id if named else None),
                 blocks=blocks,
                 skip=skips,
                 tokens=tokens_of(transfer_id),
+            )
+        )
+        return load
+
+    def refuse(self, transfer_id: TransferId) -> Load | None:
+        """Reserve blocks for a request whose parameters turn out to be bad."""
+        blocks = self.pool.take((1, 1))
+        if blocks is None:
+            return None
+        self.attempts += ATTEMPT_STRIDE
+        request_id = RequestId(f"{self.name}.c{self.world.next_number()}")
+        load = Load(
+            request_id=request_id,
+            transfer_id=transfer_id,
+            attempt=self.attempts,
+            ranks=(),
+            blocks=blocks,
+        )
+        self.loads[request_id] = load
+        self.node.take(
+            ev.LoadRefused(
+                transfer_id=transfer_id,
+                request_id=request_id,
+                attempt=load.attempt,
+                detail="remote_port is missing",
             )
         )
         return load
@@ -296,7 +327,7 @@ class Consumer:
         self, transfer_id: TransferId, producer: Producer, again: Load | None = None
     ) -> RequestId:
         """Everything is cached here: nothing has to be moved."""
-        self.attempts += 1
+        self.attempts += ATTEMPT_STRIDE
         number = self.world.next_number()
         request_id = again.request_id if again else RequestId(f"{self.name}.c{number}")
         self.node.take(

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from kvflow.core import consumer
 from kvflow.core.ledger import Block
 from kvflow.core.notices import Blocks
-from kvflow.ids import RequestId
+from kvflow.ids import ATTEMPT_STRIDE, RequestId
 
 if TYPE_CHECKING:
     from kvflow.testing.driver import Node, Slice
-    from kvflow.testing.engines import Load, Prefill
+    from kvflow.testing.engines import Consumer, Load, Prefill, Producer
     from kvflow.testing.world import World
 
 
@@ -82,7 +82,10 @@ def slice_may_land(node: "Node", each: "Slice", loads: Iterable["Load"]) -> None
     for load in loads:
         if load.given_back or not set(flat(load.blocks)) & set(each.destination):
             continue
-        mine = (load.transfer_id, load.attempt) == (each.transfer_id, each.attempt)
+        record = node.engine.records.consumers.get(load.request_id)
+        wanted = (load.transfer_id, record.attempt if record else None)
+        mine = wanted == (each.transfer_id, each.attempt)
+        mine = mine and load.attempt <= each.attempt < load.attempt + ATTEMPT_STRIDE
         _check(mine, "S7", f"{each} landed in {load}")
         _check(load.state == "loading", "S2", f"{each} landed in {load}")
         return
@@ -143,6 +146,11 @@ def tables_are_empty(node: "Node") -> None:
     }
     left = {name: table for name, table in tables.items() if table}
     _check(not left, "L1", f"{node.agent} still has {left}")
+
+
+def pool_is_full(engine: "Producer | Consumer") -> None:
+    """L1: every block is vLLM's again."""
+    _check(not engine.alive or engine.pool.full, "L1", f"{engine.name} lost blocks")
 
 
 def books_agree(node: "Node") -> None:

@@ -3,7 +3,9 @@
     0.003 C: consumer t --peer_met--> registering
     0.104 C: told vLLM that c1 has its KV
     0.104 P: ignored done_of_unknown_load t
+    0.105 * notice lost (Done t, P-1-pp0.tp0 to C-1)
 
+Lines with a star tell what was done to the world, if the world tells (`World.tells`).
 The name is the worker's, without its incarnation and rank when the engine has only one.
 """
 
@@ -23,8 +25,11 @@ def transcript(
     shown = set(machines)
     lines = []
     for at, agent, effect in world.log:
-        line = _line(effect, shown, forgetting)
-        if at >= since and line:
+        if at < since:
+            continue
+        if isinstance(effect, str):
+            lines.append(f"{at:.3f} * {effect}")
+        elif line := _line(effect, shown, forgetting):
             lines.append(f"{at:.3f} {_short(world, agent)}: {line}")
     return "\n".join(lines)
 

@@ -5,8 +5,9 @@
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from kvflow.core import Standing
+from kvflow.core import Reason, Standing
 from kvflow.core import events as ev
 from kvflow.core.notices import Notice
 from kvflow.ids import Address, AgentName, TransferId
@@ -16,6 +17,10 @@ from kvflow.testing.bench import ADDRESS, C1, C2, P0, P1, Bench, T
 Script = Callable[[Bench], object]
 
 # -- the producer ----------------------------------------------------------------------------------
+
+
+def write_failed(attempt: int) -> ev.WriteFailed:
+    return ev.WriteFailed(transfer_id=T, attempt=attempt, detail="EIO")
 
 
 def p_unknown(bench: Bench) -> None:
@@ -50,6 +55,13 @@ def p_prefilled(bench: Bench) -> None:
 def p_transferring(bench: Bench) -> None:
     p_prefilled(bench)
     bench.hear(C1, b.register())
+
+
+def p_transferring_again(bench: Bench) -> None:
+    """The first WRITE failed, and the consumer has registered once more."""
+    p_transferring(bench)
+    bench.take(write_failed(5))
+    bench.hear(C1, b.register(6))
 
 
 def p_draining(bench: Bench) -> None:
@@ -109,7 +121,7 @@ PRODUCER_WAYS: dict[str, list[Script]] = {
     "registered": [p_registered],
     "preempted": [p_preempted, p_reused_preempted],
     "prefilled": [p_prefilled, p_reused_prefilled],
-    "transferring": [p_transferring],
+    "transferring": [p_transferring, p_transferring_again],
     "draining": [p_draining],
     "sent": [p_sent],
     "failed": [p_failed, p_failed_registered, p_failed_ambiguous],
@@ -140,6 +152,13 @@ def hears(sender: AgentName, *notices: Notice) -> Script:
     return lambda bench: bench.hear(sender, *notices)
 
 
+def register_beyond(bench: Bench) -> None:
+    """One registration for an unknown id may be kept, and is; then comes this one."""
+    bench.engine.timings = replace(bench.engine.timings, held_max=1)
+    bench.hear(C2, b.register(of=TransferId("another")))
+    bench.hear(C1, b.register(6))
+
+
 TOO_MANY = ((4, 5, 6, 7),)
 PRODUCER_EVENTS: dict[str, list[Script]] = {
     "prefill_started": [takes(b.started())],
@@ -156,9 +175,11 @@ PRODUCER_EVENTS: dict[str, list[Script]] = {
     "registered_rival": [hears(C2, b.register())],
     "cancel_asked": [hears(C1, b.cancel(6))],
     "cancel_stale": [hears(C1, b.cancel(4))],
+    "release_asked": [takes(ev.ReleaseAsked(transfer_id=T))],
+    "registered_beyond": [register_beyond],
     "renewed": [hears(C1, b.renew())],
     "write_done": [takes(b.written())],
-    "write_failed": [takes(ev.WriteFailed(transfer_id=T, attempt=5, detail="EIO"))],
+    "write_failed": [takes(write_failed(5)), takes(write_failed(6))],
     "write_stopped": [takes(ev.WriteStopped(transfer_id=T, attempt=5))],
     "peer_lost": [lose_consumer],
     "expired": [until_over],
@@ -350,6 +371,8 @@ CONSUMER_EVENTS: dict[str, list[Script]] = {
         hears(P0, b.failed()),
         hears(P1, b.failed()),
         hears(P0, b.alive(Standing.UNKNOWN)),
+        hears(P0, b.failed(reason=Reason.WRITE_FAILED)),
+        hears(P1, b.failed(reason=Reason.WRITE_FAILED)),
     ],
     "stale": [stale_after_meeting],
     "resend_due": [until_due],

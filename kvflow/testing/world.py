@@ -11,8 +11,8 @@ they may show different times); no notice travels for longer than `tombstone_s`.
 import heapq
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvflow.core import Timings
 from kvflow.core import effects as ef
@@ -22,30 +22,23 @@ from kvflow.ids import Address, AgentName, Incarnation, Rank, RequestId
 from kvflow.testing import invariants
 from kvflow.testing.driver import Node, Slice
 from kvflow.testing.engines import Consumer, Producer
+from kvflow.testing.faults import Fault, Faults
 from kvflow.testing.network import FAIR, Frame, Network, Weather
+
+__all__ = ["Faults", "World"]
 
 STEPS_MAX = 200_000
 SOON_S = 0.0005
 
 
-@dataclass(slots=True, kw_only=True)
-class Faults:
-    """What goes wrong besides the network: probabilities.
-
-    slow_slices    slices take up to `slice_max_s` instead of a millisecond.
-    write_fails    a slice fails.
-    rejects        a notice to a dead agent is rejected at once, instead of vanishing.
-    meeting_slow   a meeting takes longer than its deadline.
-    """
-
-    slow_slices: float = 0.0
-    write_fails: float = 0.0
-    rejects: float = 0.5
-    meeting_slow: float = 0.0
-
-
 class World:
-    """Everything there is."""
+    """Everything there is.
+
+    steps   messages and answers delivered, slices ended, deadlines expired.
+    struck  how often each kind of fault struck.
+    tells   whether `log` also gets a line of text for every fault and operation.
+    log     what engines did, and lines of text, in order.
+    """
 
     def __init__(
         self,
@@ -58,17 +51,21 @@ class World:
         self.skewed = skewed
         self.rng = random.Random(seed)
         self.timings = timings or Timings()
-        self.network = Network(self.rng, weather)
+        self.steps = 0
+        self.struck: Counter[Fault] = Counter()
+        self.tells = False
+        self.network = Network(self.rng, weather, self.strike)
         self.faults = Faults()
         self.now = 0.0
         self.nodes: dict[AgentName, Node] = {}
         self.producers: dict[Address, Producer] = {}
         self.consumers: dict[str, Consumer] = {}
         self.slices: set[Slice] = set()
-        self.log: list[tuple[float, AgentName, ef.Effect]] = []
+        self.log: list[tuple[float, AgentName, ef.Effect | str]] = []
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
         self._numbers = itertools.count(1)
+        self._arrived: dict[tuple[AgentName, AgentName], int] = {}
 
     # -- building --------------------------------------------------------------------------------
 
@@ -83,6 +80,9 @@ class World:
 
     def start_node(self, name: str, rank: Rank) -> Node:
         agent = AgentName(name)
+        if self.skewed:
+            self.strike(Fault.CLOCK_SKEWED)
+            self.strike(Fault.CLOCK_DRIFTS)
         node = Node(
             world=self,
             agent=agent,
@@ -101,6 +101,19 @@ class World:
 
     def next_number(self) -> int:
         return next(self._numbers)
+
+    # -- what is told ----------------------------------------------------------------------------
+
+    def strike(self, fault: Fault, about: object = "") -> None:
+        """A fault strikes: counted, and told if the world tells."""
+        self.struck[fault] += 1
+        if self.tells:
+            self.say(f"{fault} {about}".rstrip())
+
+    def say(self, text: str) -> None:
+        """A line of the transcript, if the world tells."""
+        if self.tells:
+            self.log.append((self.now, AgentName(""), text))
 
     # -- time ------------------------------------------------------------------------------------
 
@@ -121,6 +134,7 @@ class World:
                 heapq.heappop(self._due)[2]()
             elif node is not None and at <= until:
                 self.now = max(self.now, at)
+                self.steps += 1
                 node.expire()
             else:
                 self.now = until
@@ -139,6 +153,7 @@ class World:
 
     def pause(self, node: Node, seconds: float) -> None:
         """SIGSTOP, SIGCONT: nothing runs in this process meanwhile, but its posted slices go on."""
+        self.strike(Fault.PAUSED, f"{node.agent} for {seconds} s")
         node.paused_until = max(node.paused_until, self.now + seconds)
         deadlines_first = self.rng.random() < 0.5
 
@@ -161,30 +176,72 @@ class World:
     def send(self, sender: Node, frame: Frame) -> None:
         receiver = self.nodes.get(frame.receiver)
         if receiver is None:
-            if self.rng.random() < self.faults.rejects:
-                failed = ev.NoticeFailed(agent=frame.receiver, detail="no such agent any more")
-                self.soon(lambda: sender.take(failed))
-            return
-        for delay_s in self.network.arrivals(frame):
-            self.later(delay_s, lambda: receiver.take(frame))
+            rejected = self.rng.random() < self.faults.rejects
+            how = Fault.NOTICE_TO_DEAD_REJECTED if rejected else Fault.NOTICE_TO_DEAD_LOST
+            self.strike(how, frame)
+            if rejected:
+                self._reject(sender, frame, "no such agent any more")
+        elif self.rng.random() < self.faults.refuses:
+            self.strike(Fault.NOTICE_REFUSED, frame)
+            self._reject(sender, frame, "the transfer library reported an error")
+        else:
+            serial = next(self._serial)
+            for delay_s in self.network.arrivals(frame):
+                self.later(delay_s, lambda: self._deliver(receiver, frame, serial))
+
+    def _reject(self, sender: Node, frame: Frame, detail: str) -> None:
+        failed = ev.NoticeFailed(agent=frame.receiver, detail=detail)
+        self.soon(lambda: sender.take(failed))
+
+    def _deliver(self, receiver: Node, frame: Frame, serial: int) -> None:
+        self.steps += 1
+        pair = (frame.sender, frame.receiver)
+        if serial < self._arrived.get(pair, -1):
+            self.strike(Fault.NOTICE_REORDERED, frame)
+        else:
+            self._arrived[pair] = serial
+        receiver.take(frame)
 
     def meet(self, node: Node, address: Address) -> None:
+        """The question takes half of the time, the answer the other half."""
         slow = self.rng.random() < self.faults.meeting_slow
-        takes_s = self.rng.uniform(0.001, 3 * self.timings.meet_deadline_s) if slow else 0.002
-        self.later(takes_s, lambda: self._answer_meeting(node, address))
+        takes_s = 0.002
+        if slow:
+            self.strike(Fault.MEETING_SLOW, f"{node.agent} asks {address}")
+            takes_s = self.rng.uniform(0.001, 3 * self.timings.meet_deadline_s)
+        self.later(takes_s / 2, lambda: self._ask_meeting(node, address, takes_s / 2))
 
-    def _answer_meeting(self, node: Node, address: Address) -> None:
+    def _ask_meeting(self, node: Node, address: Address, back_s: float) -> None:
+        answer = self._answer_meeting(node, address)
+
+        def arrive() -> None:
+            self.steps += 1
+            if isinstance(answer, ev.MeetingSucceeded):
+                gone = [agent for agent in answer.agents.values() if agent not in self.nodes]
+                if gone:
+                    self.strike(Fault.METADATA_STALE, f"{node.agent} is told of {gone[0]}")
+            node.take(answer)
+
+        self.later(back_s, arrive)
+
+    def _answer_meeting(
+        self, node: Node, address: Address
+    ) -> ev.MeetingSucceeded | ev.MeetingFailed:
         producer = self.producers.get(address)
         if producer is None or not producer.alive or self._is_cut_off(node, producer):
-            node.take(ev.MeetingFailed(address=address, final=False, detail="connection refused"))
-            return
-        met = ev.MeetingSucceeded(
+            return ev.MeetingFailed(address=address, final=False, detail="connection refused")
+        if self.rng.random() < self.faults.meeting_fails:
+            self.strike(Fault.MEETING_FAILED, f"{node.agent} asked {address}")
+            return ev.MeetingFailed(address=address, final=False, detail="unreadable metadata")
+        if self.rng.random() < self.faults.incompatible:
+            self.strike(Fault.MEETING_INCOMPATIBLE, f"{node.agent} asked {address}")
+            return ev.MeetingFailed(address=address, final=True, detail="block sizes differ")
+        return ev.MeetingSucceeded(
             address=address,
             engine_id=producer.engine_id,
             incarnation=producer.nodes[0].incarnation,
             agents={worker.rank: worker.agent for worker in producer.nodes},
         )
-        node.take(met)
 
     def _is_cut_off(self, node: Node, producer: Producer) -> bool:
         return any(
@@ -192,24 +249,51 @@ class World:
             for worker in producer.nodes
         )
 
-    def post(self, sender: Node, each: Slice, ended: Callable[[str], None]) -> None:
-        """One slice starts; it lands or fails within `slice_max_s`."""
+    def refuses_post(self, sender: Node) -> bool:
+        """Whether the transfer library refuses to post a slice."""
+        refused = self.rng.random() < self.faults.post_fails
+        if refused:
+            self.strike(Fault.POST_FAILED, f"at {sender.agent}")
+        return refused
+
+    def post(
+        self,
+        sender: Node,
+        each: Slice,
+        ended: Callable[[str], None],
+        troubled: Callable[[str], None],
+    ) -> None:
+        """One slice starts; it lands or fails within `slice_max_s`.
+
+        `troubled` is called when asking about it fails, while it goes on.
+        """
         invariants.slice_may_be_posted(sender, each)
         self.slices.add(each)
         slow = self.rng.random() < self.faults.slow_slices
         fails = self.rng.random() < self.faults.write_fails
+        if slow:
+            self.strike(Fault.SLICE_SLOW, f"of {each.transfer_id} by {sender.agent}")
         most_s = 0.99 * self.timings.slice_max_s if slow else 0.002
         takes_s = self.rng.uniform(0.001, most_s) if slow or fails else 0.001
+        if self.rng.random() < self.faults.poll_fails:
+            self.strike(Fault.POLL_FAILED, f"of {each.transfer_id} by {sender.agent}")
+            self.later(takes_s / 2, lambda: troubled("asking the transfer library failed"))
         self.later(takes_s, lambda: self._end_slice(sender, each, ended, fails))
 
     def _end_slice(
         self, sender: Node, each: Slice, ended: Callable[[str], None], fails: bool
     ) -> None:
+        self.steps += 1
         self.slices.discard(each)
         receiver = self.nodes.get(each.receiver)
         if receiver is None or not self.network.carries_data(sender.agent, each.receiver):
+            self.strike(Fault.SLICE_TO_DEAD, f"of {each.transfer_id} by {sender.agent}")
             fails = True
-        elif not fails:
+        elif fails:
+            self.strike(Fault.SLICE_FAILED, f"of {each.transfer_id} by {sender.agent}")
+            if self.rng.random() < 0.5:  # it may have landed all the same
+                self._land(sender, receiver, each)
+        else:
             self._land(sender, receiver, each)
         ended("the transfer library reported an error" if fails else "")
 
@@ -273,6 +357,6 @@ class World:
             for load in consumer.loads.values() if consumer.alive else ():
                 if load.state == "received":
                     consumer.leave(load)
-            assert not consumer.alive or consumer.pool.full, f"{consumer.name} lost blocks"
+            invariants.pool_is_full(consumer)
         for producer in self.producers.values():
-            assert not producer.alive or producer.pool.full, f"{producer.name} lost blocks"
+            invariants.pool_is_full(producer)

@@ -14,8 +14,8 @@ _VERSION = bytes([m.PROTOCOL_VERSION])
 _ENCODER = msgspec.msgpack.Encoder()
 _FRAME = msgspec.msgpack.Decoder(m.Frame)
 _HELLO = msgspec.msgpack.Decoder(m.Hello)
-_REQUEST = msgspec.msgpack.Decoder(m.MeetRequest)
-_REPLY = msgspec.msgpack.Decoder(m.MeetReply | m.Refusal)
+_REQUEST = msgspec.msgpack.Decoder(m.MeetRequest | m.ReleaseRequest)
+_REPLY = msgspec.msgpack.Decoder(m.MeetReply | m.Released | m.Refusal)
 _TWINS = {message.core: message for message in m.NOTICES}
 
 T = TypeVar("T")
@@ -51,14 +51,14 @@ def decode_hello(payload: bytes) -> m.Hello:
     return _decode(_HELLO, payload)
 
 
-def decode_request(payload: bytes) -> m.MeetRequest:
+def decode_request(payload: bytes) -> m.MeetRequest | m.ReleaseRequest:
     """What a side channel is asked. Raises `RemoteProtocolError`."""
     return _decode(_REQUEST, payload)
 
 
-def decode_reply(payload: bytes) -> m.MeetReply:
+def decode_reply(payload: bytes) -> m.MeetReply | m.Released:
     """What a side channel answers. Raises `RemoteProtocolError`, also for a refusal."""
-    reply = _decode(_REPLY, payload)
+    reply: m.MeetReply | m.Released | m.Refusal = _decode(_REPLY, payload)
     if isinstance(reply, m.Refusal):
         raise RemoteProtocolError(f"the side channel refused: {reply.detail}")
     return reply

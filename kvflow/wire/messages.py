@@ -164,6 +164,18 @@ class MeetReply(_Message, frozen=True, tag="met"):
     ranks: Annotated[tuple[Hello, ...], msgspec.Meta(max_length=RANKS_MAX)]
 
 
+class ReleaseRequest(_Message, frozen=True, tag="release"):
+    """Side channel, of a router: nobody will fetch this transfer, let its blocks go."""
+
+    transfer_id: TransferIdText
+
+
+class Released(_Message, frozen=True, tag="released"):
+    """Side channel: the request was taken; the workers hear of it with their next step."""
+
+    transfer_id: TransferIdText
+
+
 class Refusal(_Message, frozen=True, tag="refusal"):
     """Side channel: the request could not be answered, and why."""
 

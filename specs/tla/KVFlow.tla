@@ -179,8 +179,10 @@ End(a, st) ==
     /\ net' = Without({a})
     /\ mem' = IF st = "received" THEN mem ELSE Empty
 
+\* (Of several attempts not the last one: what can follow from that is what follows from the first.)
 GiveUp(a) ==
     /\ "giveup" \in Faults
+    /\ a = 1 \/ a < MaxAttempt
     /\ load[a].st = "asking"
     /\ Drain(a, load[a].out)
     /\ UNCHANGED <<met, open, flights, producer, spent>>

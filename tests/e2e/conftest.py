@@ -1,5 +1,6 @@
 """One pair of real engines for all end-to-end tests: starting a pair costs 30 to 75 s."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from kvflow.demo.engines import EnginePair, EngineSettings, kvflow_connector, wa
 from kvflow.demo.model import tiny_model
 from kvflow.demo.requests import Endpoints
 from kvflow.demo.traces import TRACE_SUFFIX
+
+from .trio import FAILS, PRODUCER, RECOMPUTES, Trio
 
 
 @pytest.fixture(scope="session")
@@ -40,3 +43,14 @@ def engine_pair(trace_directory: Path) -> Iterator[EnginePair]:
 def endpoints(engine_pair: EnginePair) -> Endpoints:
     """Where the shared engines are reached."""
     return Endpoints.of(engine_pair.producer, engine_pair.consumer)
+
+
+@pytest.fixture(scope="module")
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+    """A producer and two consumers that tests may kill."""
+    trio = Trio(directory=tmp_path_factory.mktemp("trio"))
+    try:
+        asyncio.run(trio.start(*map(trio.settings, (PRODUCER, FAILS, RECOMPUTES))))
+        yield trio
+    finally:
+        trio.stop()

@@ -1,0 +1,151 @@
+"""Engines with room for three requests, a producer that refuses prompts, and vLLM's own SIGTERM."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvflow.demo.requests import Client, Dispatch, Naming, prompts
+
+from .trio import FAILS, LEASE_S, LOSS_S, PRODUCER, Prompt, Sent, Trio, note, until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.nixl, pytest.mark.timeout(300)]
+
+HOLD_S = 6.0
+"""Instead of the default of 120 s."""
+PROMPTS = prompts(16, shortest=900, longest=900, seed=21)
+"""29 blocks each, of 99."""
+REFUSED = prompts(1, shortest=1500, longest=1500, seed=22)[0]
+ONE = PROMPTS[0]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+    """A producer and a consumer with tiny pools; the producer takes 1,024 tokens at most."""
+    small = Trio(directory=tmp_path_factory.mktemp("small"))
+    tiny = ("--num-gpu-blocks-override", "100", "--shutdown-timeout", "0")
+
+    async def start() -> None:
+        producer = small.settings(
+            PRODUCER, *tiny, "--max-model-len", "1024", extra={"hold_max_s": HOLD_S}
+        )
+        await small.start(producer, small.settings(FAILS, *tiny, "--max-model-len", "2048"))
+        await small.expect(PROMPTS, 16)
+
+    try:
+        asyncio.run(start())
+        yield small
+    finally:
+        small.stop()
+
+
+async def ends(sent: list[Sent], within_s: float) -> None:
+    async with asyncio.timeout(within_s):
+        await asyncio.gather(*(each.exchange for each in sent))
+
+
+@pytest.mark.parametrize("dispatch", Dispatch)
+def test_sixteen_requests_pass_through_pools_for_three(small: Trio, dispatch: Dispatch) -> None:
+    async def work() -> None:
+        async with Client(small.endpoints(FAILS)) as client:
+            began = time.monotonic()
+            sent = [small.send(client, FAILS, prompt, dispatch=dispatch) for prompt in PROMPTS]
+            await ends(sent, 90)
+            note(f"16 requests, {dispatch.value}: {time.monotonic() - began:.1f} s")
+            failures = [f for s in sent if (f := small.traces.failure(FAILS, s.transfer_id))]
+            assert not failures
+            for each in sent:
+                small.assert_right(each.prompt, each.decode)
+            await small.assert_empty(3, *small.engines)
+
+    asyncio.run(work())
+
+
+def test_requests_that_reach_the_two_engines_in_opposite_orders_end(small: Trio) -> None:
+    """The producer's blocks wait for loads that wait for the consumer's blocks, and the reverse."""
+
+    async def work() -> None:
+        async with Client(small.endpoints(FAILS)) as client:
+            namings = {prompt: Naming.by_transfer_id() for prompt in PROMPTS[:8]}
+            began = time.monotonic()
+            prefills = []
+            for prompt in reversed(namings):
+                prefills.append(asyncio.create_task(client.prefill_leg(prompt, namings[prompt])))
+                await asyncio.sleep(0.02)
+            decodes = {}
+            for prompt, naming in namings.items():
+                decodes[prompt] = asyncio.create_task(client.decode_leg(prompt, naming))
+                await asyncio.sleep(0.02)
+            errors = 0
+            async with asyncio.timeout(4 * LEASE_S + 10):
+                for prompt, decode in decodes.items():
+                    small.assert_as_configured(FAILS, prompt, await decode)
+                    errors += decode.result().error is not None
+                    failure = small.traces.failure(FAILS, str(namings[prompt].transfer_id))
+                    took_s = time.monotonic() - began
+                    note(f"ended by {took_s:.1f} s: {failure.reason if failure else 'right'}")
+                await asyncio.gather(*prefills)
+            note(f"{errors} of {len(decodes)} loads failed")
+            await small.assert_empty(LEASE_S + 3, *small.engines)
+            await serves(small, client)
+
+    asyncio.run(work())
+
+
+async def serves(small: Trio, client: Client, prompt: Prompt = ONE) -> None:
+    sent = small.send(client, FAILS, prompt)
+    await sent.exchange
+    small.assert_right(prompt, sent.decode)
+
+
+def test_a_load_whose_prefill_is_refused_ends(small: Trio) -> None:
+    async def work() -> None:
+        async with Client(small.endpoints(FAILS)) as client:
+            began = small.mark()
+            sent = small.send(client, FAILS, REFUSED)
+            await ends([sent], HOLD_S + 30)
+            prefill = sent.exchange.result().prefill
+            assert prefill.http_status == 400
+            assert sent.decode.error is not None
+            failure = small.traces.failure(FAILS, sent.transfer_id)
+            assert failure is not None
+            note(f"refused after {prefill.total_s:.2f} s; load: {failure.reason}")
+            note(f"after {failure.at - began:.2f} s; hold_max_s is {HOLD_S}, lease_s {LEASE_S}")
+            assert failure.at - began <= HOLD_S + 1 + small.slack_s()
+            await small.assert_empty(3, *small.engines)
+            await serves(small, client)
+
+    asyncio.run(work())
+
+
+def test_vllms_own_answer_to_sigterm_is_noticed_like_a_death(small: Trio) -> None:
+    """Without `--shutdown-timeout` vLLM kills its engine, which can tell nobody."""
+
+    async def work() -> None:
+        async with Client(small.endpoints(FAILS)) as client:
+            sent = [small.send(client, FAILS, prompt) for prompt in PROMPTS]
+            ids = [each.transfer_id for each in sent]
+            await until(
+                lambda: small.traces.count(PRODUCER, ids, "sent") >= 2, within_s=60, what="two sent"
+            )
+            told_unix, told = small.mark(), time.monotonic()
+            os.kill(small.engines[PRODUCER].process.pid, signal.SIGTERM)
+            await until(
+                lambda: not small.engines[PRODUCER].is_running(), within_s=15, what="the end"
+            )
+            note(f"producer ended {time.monotonic() - told:.2f} s after SIGTERM")
+            # Those that wait for blocks find out for themselves, three at a time.
+            await ends(sent, 90)
+            failures = [f for i in ids if (f := small.traces.failure(FAILS, i))]
+            times = sorted(f"{f.at - told_unix:.1f} {f.reason}" for f in failures)
+            note(f"{len(failures)} of 16 failed: {times}")
+            assert failures
+            assert min(f.at for f in failures) - told_unix <= LOSS_S + small.slack_s()
+            for each in sent:
+                small.assert_as_configured(FAILS, each.prompt, each.decode)
+            await small.assert_empty(3, FAILS)
+
+    asyncio.run(work())
