@@ -105,7 +105,7 @@ def release(
     from kvflow.io import seal, side_channel
 
     host, _, port = producer.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
         raise typer.BadParameter(f"{producer!r} is not HOST:PORT", param_hint="PRODUCER")
     if not is_transfer_id(transfer_id):
         raise typer.BadParameter(f"{transfer_id!r} is no transfer id", param_hint="TRANSFER_ID")
@@ -117,6 +117,52 @@ def release(
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
     typer.echo(f"{address} lets {transfer_id} go")
+
+
+@app.command()
+def simulate(
+    seed: Annotated[
+        int | None, typer.Option(help="Decides everything (default: a fresh one, printed).")
+    ] = None,
+    steps: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Go on for so many steps. A step is one operation (of a vLLM, a router or the "
+            "outside world), or one thing that happens by itself: a notice or an answer "
+            "delivered, a slice of a write ended, a deadline expired.",
+        ),
+    ] = 100_000,
+    swarm: Annotated[
+        bool, typer.Option("--swarm", help="Each phase turns a random half of the faults off.")
+    ] = False,
+    engines: Annotated[
+        int, typer.Option(min=2, max=64, help="Half of them producers, half consumers.")
+    ] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+) -> None:
+    """Run the core through modelled worlds in which everything goes wrong; check all invariants.
+
+    Ends with 1 and a minimal transcript if an invariant was broken.
+    """
+    from kvflow.testing.commands import simulate as run_simulation
+
+    raise typer.Exit(run_simulation(seed, steps, swarm=swarm, engines=engines, as_json=as_json))
+
+
+@app.command()
+def replay(
+    traces: Annotated[list[Path], typer.Argument(help="Files that KVFLOW_TRACE has written.")],
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+) -> None:
+    """Check that every line of real engines' traces is a row of the tables.
+
+    Ends with 1 and the first line that is not; with 2 if a file is not a trace. Traces of both
+    sides, given together, are also checked against each other.
+    """
+    from kvflow.testing.commands import replay as run_replay
+
+    raise typer.Exit(run_replay(traces, as_json=as_json))
 
 
 @app.command()

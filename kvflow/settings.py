@@ -56,6 +56,8 @@ _LEAST = {
     "post_bytes_max": 4096,
 }
 """Lowest value of each number; 1 where not named. Timings must be above 0."""
+_MAY_BE_NONE = frozenset({"retries_max"})
+"""Of the timings, those that 0 switches off."""
 _MOST = 2**40
 _TIMING_MOST = 86_400
 """A day; the wire carries no longer lease."""
@@ -69,7 +71,8 @@ def parse(extra_config: Mapping[str, object]) -> Settings:
     durations: dict[str, object] = {}
     for key, value in extra_config.items():
         if key in timings:
-            durations[key] = _number(key, value, timings[key].type, above=0, most=_TIMING_MOST)
+            above = None if key in _MAY_BE_NONE else 0
+            durations[key] = _number(key, value, timings[key].type, above=above, most=_TIMING_MOST)
         elif key == "nixl_backends":
             values[key] = _names(key, value)
         elif key == "shared_key_file":

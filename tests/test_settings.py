@@ -7,13 +7,14 @@ import pytest
 
 from kvflow.core.timings import Timings
 from kvflow.errors import ConfigurationError
+from kvflow.ids import ATTEMPT_STRIDE
 from kvflow.settings import Settings, parse
 from kvflow.wire import codec
 from kvflow.wire import messages as m
 
 TIMINGS = {field.name: field for field in dataclasses.fields(Timings)}
 OWN = {field.name: field for field in dataclasses.fields(Settings) if field.name != "timings"}
-NUMBERS = [*TIMINGS, *(name for name in OWN if name != "nixl_backends")]
+NUMBERS = [*TIMINGS, *(name for name in OWN if name not in ("nixl_backends", "shared_key_file"))]
 DEFAULTS = Settings()
 
 
@@ -62,6 +63,18 @@ def test_bad_backends_are_named(given: object) -> None:
     assert raised.value.allowed == "a list of NIXL backend names"
 
 
+@pytest.mark.parametrize("given", ["", "key", "/etc/kvflow/key"])
+def test_a_key_file_is_a_name(given: str) -> None:
+    assert parse({"shared_key_file": given}).shared_key_file == given
+
+
+@pytest.mark.parametrize("given", [None, 1, True, b"key", ["key"]])
+def test_a_bad_name_of_a_key_file_is_named(given: object) -> None:
+    with pytest.raises(ConfigurationError, match="shared_key_file") as raised:
+        parse({"shared_key_file": given})
+    assert raised.value.allowed == "a file name"
+
+
 @pytest.mark.parametrize("key", ["lease", "LEASE_S", "timings", "", "backends"])
 def test_an_unknown_key_is_named_with_all_known_ones(key: str) -> None:
     with pytest.raises(ConfigurationError) as raised:
@@ -99,6 +112,7 @@ def test_a_fraction_is_no_whole_number(key: str) -> None:
         ("post_runs_max", 1),
         ("posts_in_flight_max", 1),
         ("side_channel_connections_max", 1),
+        ("parked_max", 1),
     ],
 )
 def test_lower_bounds_are_inclusive(key: str, least: int) -> None:
@@ -107,10 +121,21 @@ def test_lower_bounds_are_inclusive(key: str, least: int) -> None:
         parse({key: least - 1})
 
 
-@pytest.mark.parametrize("key", TIMINGS)
+@pytest.mark.parametrize("key", [key for key in TIMINGS if key != "retries_max"])
 def test_durations_are_above_nothing(key: str) -> None:
     with pytest.raises(ConfigurationError, match="above 0"):
         parse({key: 0})
+
+
+@pytest.mark.parametrize("given", [0, 1, ATTEMPT_STRIDE - 1])
+def test_retries_may_be_off_and_are_fewer_than_the_numbers_for_them(given: int) -> None:
+    assert parse({"retries_max": given}).timings.retries_max == given
+
+
+@pytest.mark.parametrize("given", [-1, ATTEMPT_STRIDE])
+def test_a_count_of_retries_that_cannot_be_is_named(given: int) -> None:
+    with pytest.raises(ConfigurationError, match="retries_max"):
+        parse({"retries_max": given})
 
 
 @pytest.mark.parametrize(

@@ -107,10 +107,12 @@ class SchedulerHalf:
         """
         if not self._may_load(request):
             return 0, False
+        count = request.num_prompt_tokens - computed
+        if count <= 0:
+            return 0, False
         if len(self._loads) >= self._parked_max:
             return None, False
-        count = request.num_prompt_tokens - computed
-        return (count, True) if count > 0 else (0, False)
+        return count, True
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external: int) -> None:
         """vLLM allocated blocks; `external` tokens of them are to be delivered."""

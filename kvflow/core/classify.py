@@ -7,7 +7,7 @@ from kvflow.core.events import PrefillAborted, PrefillFinished, PrefillPreempted
 from kvflow.core.notices import Cancel, Register
 from kvflow.core.producer import ProducerRecord
 from kvflow.core.reasons import Standing
-from kvflow.ids import AgentName
+from kvflow.ids import ATTEMPT_STRIDE, AgentName
 
 PrefillEvent = PrefillStarted | PrefillPreempted | PrefillFinished | PrefillAborted
 
@@ -46,12 +46,16 @@ def registration(record: ProducerRecord, peer: AgentName, register: Register, fl
     """First, the same again, newer, outdated, or a rival's.
 
     `floor` is the highest attempt of this consumer that has been forgotten. The same attempt again
-    is recognised before anything else: while its write drains it must not be called settled.
+    is recognised before anything else: while its write drains it must not be called settled. A
+    retry is numbered like its load, which may be older than one that was forgotten meanwhile.
     """
     known = record.registration
     if known and (known.peer, known.attempt) == (peer, register.attempt):
         return "registered_again"
-    if register.attempt <= max(floor, record.settled.get(peer, 0)):
+    settled = record.settled.get(peer, 0)
+    if not _is_retry(record, peer, register.attempt):
+        settled = max(settled, floor)
+    if register.attempt <= settled:
         return "registered_stale"
     if known is None:
         return "registered"
@@ -60,10 +64,21 @@ def registration(record: ProducerRecord, peer: AgentName, register: Register, fl
     return "registered_anew" if register.attempt > known.attempt else "registered_stale"
 
 
-def cancellation(record: ProducerRecord, peer: AgentName, cancel: Cancel) -> str:
+def _is_retry(record: ProducerRecord, peer: AgentName, attempt: int) -> bool:
+    """Whether this is the load whose WRITE failed here last, trying once more."""
+    if record.retry_of is None:
+        return False
+    of, failed = record.retry_of
+    return of == peer and failed < attempt and failed // ATTEMPT_STRIDE == attempt // ATTEMPT_STRIDE
+
+
+def cancellation(record: ProducerRecord, peer: AgentName, cancel: Cancel, floor: int) -> str:
     """Of the attempt on record (or of a prefill that nobody has claimed), or of another one."""
     known = record.registration
-    if known is None and cancel.attempt <= record.settled.get(peer, -1):
+    failed = record.retry_of == (peer, cancel.attempt)
+    gives_up_retry = failed or _is_retry(record, peer, cancel.attempt)
+    settled = max(floor, record.settled.get(peer, -1))
+    if known is None and cancel.attempt <= settled and not gives_up_retry:
         return "cancel_stale"
     if known is None or (known.peer == peer and cancel.attempt >= known.attempt):
         return "cancel_asked"

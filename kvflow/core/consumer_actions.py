@@ -252,6 +252,10 @@ def retry(record: C, event: FromRank, turn: Turn) -> None:
 def give_up_failed(record: C, event: FromRank, turn: Turn) -> None:
     _settle(record, event.rank, Outcome.FAILED)
     _give_up(record, turn, event.reason or Reason.FORGOTTEN)
+    if event.reason is Reason.WRITE_FAILED:
+        # It keeps its KV for a retry, which will not come.
+        cancel = Cancel(transfer_id=record.transfer_id, attempt=record.attempt)
+        turn.send(record.agents[event.rank], cancel)
 
 
 def fail_drained(record: C, event: FromRank, turn: Turn) -> None:

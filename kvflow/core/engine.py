@@ -9,7 +9,7 @@ which are worked off in the same turn, so a caller never sees half of a conseque
 """
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvflow.core import classify, consumer, consumer_table, peer, producer, producer_table
@@ -231,8 +231,10 @@ class Engine:
             if isinstance(event, ev.MeetingSucceeded):
                 turn.effects.extend(DropPeer(agent=agent) for agent in event.agents.values())
             return
-        succeeded = isinstance(event, ev.MeetingSucceeded)
-        trigger = "meeting_succeeded" if succeeded else "meeting_failed"
+        met = event.agents if isinstance(event, ev.MeetingSucceeded) else None
+        if record.state == "meeting":
+            self._tell_replaced(record, met or {}, turn)
+        trigger = "meeting_failed" if met is None else "meeting_succeeded"
         self.records.fire_peer(record, trigger, event, turn)
 
     # -- events of the driver --------------------------------------------------------------------
@@ -270,6 +272,8 @@ class Engine:
             self.records.fire_consumer(self.records.consumers[key], "resend_due", None, turn)
         else:
             record = self.records.peer(key)
+            if record.state == "meeting":
+                self._tell_replaced(record, {}, turn)
             self.records.fire_peer(record, "expired", Tick(awaited=self._awaited(record)), turn)
 
     def _awaited(self, record: PeerRecord) -> frozenset[Rank]:
@@ -301,9 +305,6 @@ class Engine:
         record = self.records.engine(wanted.address, turn.now)
         asked = self.records.consumers[wanted.request_id].engine_id
         outdated = record.state == "met" and asked not in (None, record.engine_id)
-        if outdated:
-            for agent in list(record.agents.values()):
-                self._tell_lost(record, agent, turn)
         self.records.fire_peer(record, "outdated" if outdated else "peer_wanted", wanted, turn)
 
     def _peer_met(self, met: PeerMet, turn: Turn) -> None:
@@ -331,6 +332,13 @@ class Engine:
             for agent in agents:
                 self._tell_lost(record, agent, turn)
             self.records.fire_peer(record, "gone", gone, turn)
+
+    def _tell_replaced(
+        self, record: PeerRecord, agents: Mapping[Rank, AgentName], turn: Turn
+    ) -> None:
+        """Of an engine that was asked again who it is: the transfers of workers that are gone."""
+        for agent in sorted(set(record.agents.values()) - set(agents.values())):
+            self._tell_lost(record, agent, turn)
 
     def _tell_lost(self, record: PeerRecord, agent: AgentName, turn: Turn) -> None:
         """Every transfer that depends on this agent."""

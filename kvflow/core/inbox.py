@@ -18,7 +18,7 @@ from kvflow.core.notices import (
     Renew,
 )
 from kvflow.core.peer import PeerRecord
-from kvflow.core.producer import CancelledBy, RegisteredBy
+from kvflow.core.producer import CancelledBy, ProducerRecord, RegisteredBy
 from kvflow.core.reasons import Reason, Standing
 from kvflow.core.records import Records
 from kvflow.core.turn import Turn
@@ -72,7 +72,7 @@ class Inbox:
             turn.send(sender, refusal)
             return
         record = self.records.producer(notice.transfer_id, turn.now)
-        trigger = classify.registration(record, sender, notice, worker.floor)
+        trigger = classify.registration(record, sender, notice, self.records.floors.get(sender, 0))
         held = self.records.population[producer.NAME, "held"]
         if trigger == "registered" and record.state == "unknown" and held >= turn.timings.held_max:
             trigger = "registered_beyond"
@@ -81,7 +81,8 @@ class Inbox:
 
     def _cancel(self, sender: AgentName, notice: Cancel, turn: Turn) -> None:
         record = self.records.producer(notice.transfer_id, turn.now)
-        trigger = classify.cancellation(record, sender, notice)
+        floor = self.records.floors.get(sender, -1)
+        trigger = classify.cancellation(record, sender, notice, floor)
         event = CancelledBy(peer=sender, cancel=notice)
         self.records.fire_producer(record, trigger, event, turn)
 
@@ -90,7 +91,7 @@ class Inbox:
         for transfer_id, attempt in notice.wanted:
             record = self.records.producers.get(transfer_id)
             if record is None or not classify.is_registered_by(record, sender, attempt):
-                standings.append((transfer_id, attempt, Standing.UNKNOWN, None))
+                standings.append((transfer_id, attempt, *_unregistered(record, sender, attempt)))
                 continue
             self.records.fire_producer(record, "renewed", notice, turn)
             standing = classify.STANDINGS[record.state]
@@ -121,6 +122,15 @@ class Inbox:
             turn.effects.append(Ignored(kind=f"{trigger}_of_another_attempt", key=transfer_id))
             trigger = "stale"
         self.records.fire_consumer(record, trigger, word, turn)
+
+
+def _unregistered(
+    record: ProducerRecord | None, sender: AgentName, attempt: int
+) -> tuple[Standing, Reason | None]:
+    """Of a registration that is not on record; a failed WRITE is told, so that it is retried."""
+    if record is not None and record.retry_of == (sender, attempt):
+        return Standing.FAILED, Reason.WRITE_FAILED
+    return Standing.UNKNOWN, None
 
 
 def _key(notice: Accepted) -> tuple[TransferId, int]:

@@ -46,7 +46,6 @@ class PeerRecord(Record):
     using     live transfers that depend on it (request ids, or transfer ids of a consumer's).
     heard_at  when any of its workers was last heard.
     misses    by rank: intervals, while a word was awaited, since it was last heard.
-    floor     highest attempt of a consumer that has been forgotten here; lower ones are stale.
     """
 
     address: Address | None = None
@@ -60,7 +59,6 @@ class PeerRecord(Record):
     heard_at: float = 0.0
     misses: dict[Rank, int] = field(default_factory=dict)
     failures: int = 0
-    floor: int = 0
 
     @property
     def key(self) -> str:
@@ -206,12 +204,6 @@ def drop_and_back_off(record: R, event: PeerGone, turn: Turn) -> None:
     back_off(record, event, turn)
 
 
-def drop_and_meet(record: R, event: Wanted, turn: Turn) -> None:
-    _drop(record, turn, "another engine id was asked for at its address")
-    record.agents = {}
-    wait_and_meet(record, event, turn)
-
-
 def drop(record: R, event: object, turn: Turn) -> None:
     _drop(record, turn, event.detail if isinstance(event, PeerGone) else "unused")
 
@@ -262,8 +254,8 @@ ROWS = (
         why="the producer can be reached already"),
     row("peer_wanted", "met", "meeting", wait_and_meet, is_stale,
         why="not heard for a while: ask who it is, rather than find out by silence"),
-    row("outdated", "met", "meeting", drop_and_meet,
-        why="the router names another engine id at this address: the engine was restarted"),
+    row("outdated", "met", "meeting", wait_and_meet,
+        why="another engine id is named at this address: it was restarted, or the router is wrong"),
     row("meeting_succeeded", "meeting", "met", know,
         why="every worker rank that owes us a part can be reached"),
     row("meeting_succeeded", "met backing_off", "=", ignore_answer,

@@ -76,6 +76,7 @@ class ProducerRecord(Record):
     write_until  slices may be posted only before this time, which the consumer names.
     ends_by      a shutdown lets the write go on until then, however often it is renewed.
     failures     WRITEs of this prefill that have failed.
+    retry_of     consumer and attempt whose WRITE failed last; the same load may try once more.
     settled      peer -> highest attempt of which it was told, or could be told, that nothing can
                  land any more; a later-arriving registration of such an attempt is stale.
     """
@@ -92,6 +93,7 @@ class ProducerRecord(Record):
     bytes: int = 0
     runs: int = 0
     failures: int = 0
+    retry_of: tuple[AgentName, int] | None = None
 
     @property
     def attempt(self) -> int:

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 
 from kvflow.core import producer_steps as step
-from kvflow.core.effects import ReportSent
+from kvflow.core.effects import Ignored, ReportSent
 from kvflow.core.events import PrefillFinished, PrefillStarted, WriteDone, WriteFailed
 from kvflow.core.notices import Done, Renew
 from kvflow.core.producer import CancelledBy, ProducerRecord, RegisteredBy
@@ -156,7 +156,10 @@ def refuse_failed(record: P, event: RegisteredBy, turn: Turn) -> None:
 
 
 def refuse_stale(record: P, event: RegisteredBy, turn: Turn) -> None:
-    step.refuse(record, turn, event.peer, event.register.attempt, Reason.STALE)
+    """One whose WRITE has failed may not know it yet: only with that reason it tries again."""
+    failed = record.retry_of == (event.peer, event.register.attempt)
+    reason = Reason.WRITE_FAILED if failed else Reason.STALE
+    step.refuse(record, turn, event.peer, event.register.attempt, reason)
 
 
 def refuse_forgotten(record: P, event: RegisteredBy, turn: Turn) -> None:
@@ -263,6 +266,8 @@ def keep_for_retry(record: P, event: WriteFailed, turn: Turn) -> None:
     record.failures += 1
     turn.ledger.close_write(record.transfer_id)
     step.tell(record, turn, Reason.WRITE_FAILED)
+    assert record.registration is not None
+    record.retry_of = (record.registration.peer, record.attempt)
     record.registration = None
     turn.arm(step.deadline_key(record), turn.timings.retry_hold_s)
 
@@ -282,7 +287,9 @@ def stop_released(record: P, event: object, turn: Turn) -> None:
 
 
 def refuse_capacity(record: P, event: RegisteredBy, turn: Turn) -> None:
+    turn.effects.append(Ignored(kind="registration_beyond_limit", key=event.peer))
     step.refuse(record, turn, event.peer, event.register.attempt, Reason.CAPACITY)
+    step.end(record, turn, Reason.CAPACITY)
 
 
 def fail_write(record: P, event: WriteFailed, turn: Turn) -> None:

@@ -105,6 +105,7 @@ def begin_anew(record: P) -> None:
     record.bytes = 0
     record.runs = 0
     record.failures = 0
+    record.retry_of = None
     record.spent_ms.clear()
 
 

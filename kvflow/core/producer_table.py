@@ -73,8 +73,8 @@ ROWS = (
     # -- registrations ---------------------------------------------------------------------------
     row("registered", "unknown", "held", p.hold,
         why="the consumer is first; the registration is kept until its lease ends"),
-    row("registered_beyond", "unknown", "forgotten", p.refuse_capacity,
-        why="as many registrations for unknown ids are kept as may be"),
+    row("registered_beyond", "unknown", "failed", p.refuse_capacity,
+        why="as many registrations for unknown ids are kept as may be; what was told stays true"),
     row("registered", "allocated", "registered", p.hold,
         why="the consumer registers while the prompt is computed"),
     row("registered", "preempted", "held", p.hold,
@@ -132,6 +132,8 @@ ROWS = (
         why="the write is being stopped already"),
     row("cancel_asked", "sent failed", "=", p.confirm_cancel,
         why="the transfer is over: nothing can land any more"),
+    row("cancel_stale", "unknown", "forgotten", p.confirm_cancel,
+        why="a delayed cancel whose attempt was settled long ago"),
     row("cancel_stale",
         "allocated held registered preempted prefilled transferring draining sent failed", "=",
         p.confirm_cancel,
@@ -209,7 +211,7 @@ IMPOSSIBLE = (
     | never(_NO_REGISTRATION, "renewed peer_lost",
             "only a registration is renewed, or lost with its consumer")
     | never("sent failed", "peer_lost", "nothing depends on the consumer any more")
-    | never("unknown", "rival_started rival_finished rival_ended cancel_stale expired closing",
+    | never("unknown", "rival_started rival_finished rival_ended expired closing",
             "a record is created by what it is about; nothing else can concern it")
     | never("allocated held registered preempted prefilled transferring draining sent failed",
             "registered_beyond",

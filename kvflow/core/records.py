@@ -27,6 +27,8 @@ class Records:
     engines    producer engines, by their side channel's address.
     workers    consumer workers, by agent name.
     load_of    transfer id -> the request whose load it is (the latest).
+    floors     by consumer worker, also one that is not known (any more): the highest attempt that
+               was settled and forgotten here; lower ones are stale. Least recently raised first.
     tombs      deadline keys of the transfers that have ended, oldest first.
     engine_of  agent name -> the met engine that it belongs to.
     """
@@ -40,6 +42,7 @@ class Records:
         self.engine_of: dict[AgentName, PeerRecord] = {}
         self.population: Counter[tuple[str, str]] = Counter()
         self.deadlines = Deadlines()
+        self.floors: dict[AgentName, int] = {}
         self.tombs: dict[tuple[str, str], None] = {}
         self.clocks = Clocks()
 
@@ -146,7 +149,7 @@ class Records:
         if now_of is not None and record.state in producer.LIVE and now_of.peer in self.workers:
             self.workers[now_of.peer].using.add(record.transfer_id)
         if record.state == "forgotten":
-            self._forget_producer(record)
+            self._forget_producer(record, turn.timings.floors_max)
 
     def fire_consumer(self, record: ConsumerRecord, trigger: str, event: Any, turn: Turn) -> None:
         before = self.engines.get(record.address)
@@ -187,7 +190,7 @@ class Records:
             else:
                 del self.workers[AgentName(record.key)]
 
-    def _forget_producer(self, record: ProducerRecord) -> None:
+    def _forget_producer(self, record: ProducerRecord, floors_max: int) -> None:
         self.population[producer.NAME, "forgotten"] -= 1
         self.deadlines.cancel((producer.NAME, record.transfer_id))
         del self.producers[record.transfer_id]
@@ -197,8 +200,9 @@ class Records:
                 record.registration.attempt, settled.get(record.registration.peer, 0)
             )
         for agent, attempt in settled.items():
-            if worker := self.workers.get(agent):
-                worker.floor = max(worker.floor, attempt)
+            self.floors[agent] = max(self.floors.pop(agent, 0), attempt)
+            if len(self.floors) > floors_max:
+                del self.floors[next(iter(self.floors))]
 
 
 def _moved(table: Table, record: Any, trigger: str, source: str, at: float) -> Moved:

@@ -33,6 +33,7 @@ class Timings:
     retry_hold_s       after a failed WRITE the blocks are kept so long for another attempt.
     held_max           registrations kept for transfer ids of which no prefill is known yet.
     peers_max          consumer workers known at a time.
+    floors_max         consumer workers of which the highest settled attempt is remembered.
     tombstones_max     ended transfers remembered at a time; the oldest are forgotten first.
     verify_after_s     an unused producer not heard for so long is asked who it is before it is
                        used again.
@@ -62,6 +63,7 @@ class Timings:
     retry_hold_s: float = 5.0
     held_max: int = 4096
     peers_max: int = 1024
+    floors_max: int = 65_536
     tombstones_max: int = 50_000
     verify_after_s: float = 5.0
     backoff_first_s: float = 0.2

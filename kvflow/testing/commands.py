@@ -1,12 +1,19 @@
-"""What the simulator and the replay found, as tables for people and as JSON for scripts."""
+"""`kvflow simulate` and `kvflow replay`: tables for people, JSON for scripts, exit codes."""
 
 import json
-from collections.abc import Iterable
+import secrets
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvflow.testing import replay as replaying
+from kvflow.testing import simulate as simulating
 from kvflow.testing.faults import Fault
 from kvflow.testing.replay import Report as Replayed
 from kvflow.testing.rows import describe, every_row
@@ -14,6 +21,64 @@ from kvflow.testing.simulate import Report as Simulated
 from kvflow.testing.simulate import Violation
 
 LIVE_SHOWN_MAX = 20
+OK, BROKEN, UNREADABLE = 0, 1, 2
+
+
+def simulate(seed: int | None, steps: int, *, swarm: bool, engines: int, as_json: bool) -> int:
+    """Run the simulator, with its progress on standard error; returns the exit code."""
+    if seed is None:
+        seed = secrets.randbelow(2**32)
+    show = _progress_bar if sys.stderr.isatty() else _progress_lines
+    with show(seed, steps) as progress:
+        report = simulating.simulate(seed, steps, swarm=swarm, engines=engines, progress=progress)
+    if as_json:
+        print(simulated_as_json(report))
+    else:
+        show_simulated(report, Console())
+    return OK if report.violation is None else BROKEN
+
+
+@contextmanager
+def _progress_bar(seed: int, steps: int) -> Iterator[Callable[[int], None]]:
+    with Progress(
+        TextColumn(f"seed {seed}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
+        task = bar.add_task("", total=steps)
+        yield lambda done: bar.update(task, completed=min(done, steps))
+
+
+@contextmanager
+def _progress_lines(seed: int, steps: int) -> Iterator[Callable[[int], None]]:
+    """For logs: a line for every tenth of the steps."""
+    tenths = 0
+
+    def progress(done: int) -> None:
+        nonlocal tenths
+        if 10 * done // steps > tenths:
+            tenths = 10 * done // steps
+            print(f"seed {seed}: {done:,} of {steps:,} steps", file=sys.stderr, flush=True)
+
+    yield progress
+
+
+def replay(traces: Sequence[Path], *, as_json: bool) -> int:
+    """Follow the traces; returns the exit code."""
+    try:
+        report = replaying.replay(traces)
+    except replaying.UnreadableTraceError as error:
+        print(error, file=sys.stderr)
+        return UNREADABLE
+    if as_json:
+        print(replayed_as_json(report))
+    else:
+        show_replayed(report, Console())
+    return OK if report.first is None else BROKEN
 
 
 def _table(title: str, columns: Iterable[str], rows: Iterable[tuple[object, ...]]) -> Table:
@@ -42,9 +107,10 @@ def show_simulated(report: Simulated, console: Console) -> None:
     console.print(_outcomes(report.outcomes))
     struck = sum(report.faults[fault] > 0 for fault in Fault)
     console.print(
-        f"seed {report.seed}{', swarm' if report.swarm else ''}: {report.steps:,} steps, of which "
-        f"{report.operations:,} operations, in {report.phases:,} phases of {report.worlds:,} worlds "
-        f"of {report.engines} engines; {report.simulated_s / 3600:,.1f} simulated hours"
+        f"seed {report.seed}{', swarm' if report.swarm else ''}: {report.steps:,} steps "
+        f"({report.operations:,} of them operations) in {report.phases:,} phases "
+        f"of {report.worlds:,} worlds of {report.engines} engines; "
+        f"{report.simulated_s / 3600:,.1f} simulated hours"
     )
     console.print(f"{struck} of {len(Fault)} kinds of fault struck")
     console.print(f"{len(report.rows)} of {len(every_row())} rows taken")

@@ -122,7 +122,7 @@ OPERATIONS: dict[str, tuple[float, Do]] = {
     "release": (1.0, lambda c, r: c.release(_pick(r), _pick(r), _old(c, r), _yes(r))),
     "release_by_router": (0.7, lambda c, r: c.release_by_router(_pick(r), _pick(r))),
     "change_weather": (1.0, lambda c, r: c.change_weather(*r.choices(CHANCES, k=3))),
-    "change_faults": (1.0, _change_faults),
+    "change_faults": (2.0, _change_faults),
     "heal": (1.5, lambda c, r: c.heal()),
     "partition": (0.7, lambda c, r: c.partition(_pick(r), _pick(r), _yes(r))),
     "partition_one_way": (0.7, lambda c, r: c.partition_one_way(_pick(r), _pick(r), _yes(r))),

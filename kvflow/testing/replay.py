@@ -10,8 +10,9 @@ one rank of one engine in one file: a restarted engine writes a file of its own.
 
 Across files, if both sides' lines are there:
 
-- a consumer's `received` needs `sent` of the same id and attempt from every rank of that producer
-  engine, in the traces, that ever had a registration of this consumer worker;
+- a consumer's `received` needs `sent` of the same id and attempt (or of an earlier attempt of the
+  same load: a retry concerns one rank only) from every rank of that producer engine, in the traces,
+  that ever had a registration of this consumer worker;
 - a rank says `sent` once per id, attempt and consumer.
 
 Known limits: the trace has no line for a row that stays in its state, and guards cannot be checked;
@@ -27,6 +28,7 @@ from typing import Any
 
 from kvflow.core import TABLES, Row, Table
 from kvflow.errors import KVFlowError
+from kvflow.ids import ATTEMPT_STRIDE
 from kvflow.observe.trace import VERSION
 from kvflow.testing.rows import Taken, every_row
 
@@ -63,6 +65,11 @@ class Line:
     def worker(self) -> tuple[str, str, str]:
         """Where it was written: file, engine, rank."""
         return self.file, self.engine, self.rank
+
+    @property
+    def load(self) -> int:
+        """Which load of its engine this attempt belongs to: a retry is one more attempt of it."""
+        return self.attempt // ATTEMPT_STRIDE
 
     @property
     def record(self) -> tuple[str, str, str, str, str]:
@@ -133,12 +140,16 @@ def replay(paths: Iterable[Path | str]) -> Report:
 
 
 def read(path: Path) -> Iterator[Line]:
-    """The lines of one trace. Raises `UnreadableTraceError`."""
+    """The lines of one trace; a last one that is not finished is left out.
+
+    Raises `UnreadableTraceError`.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UnreadableTraceError(str(path), f"cannot be read: {error}") from error
-    for number, each in enumerate(text.split("\n"), 1):
+    finished, _, _ = text.rpartition("\n")
+    for number, each in enumerate(finished.split("\n"), 1):
         if each.strip():
             yield _parse(path, f"{path}:{number}", each)
 
@@ -257,6 +268,10 @@ def _changes(taken: Taken) -> bool:
 # -- both sides together ---------------------------------------------------------------------------
 
 
+Asked = tuple[str, str]
+"""A producer engine, and the consumer worker (its agent name) that registered with it."""
+
+
 def _is_of(peer: str, engine: str, rank: str) -> bool:
     """Whether this agent name is that worker's (`kvflow.connector.worker` makes the names)."""
     return peer == engine or peer.startswith(f"{engine[:32]}/{rank}/")
@@ -264,36 +279,39 @@ def _is_of(peer: str, engine: str, rank: str) -> bool:
 
 def _match(lines: list[Line], report: Report) -> None:
     """What consumers received against what producers sent."""
-    sent: dict[tuple[tuple[str, str, str], str, int, str], Line] = {}
-    told: dict[str, set[tuple[str, str, str]]] = {}
-    asked: dict[tuple[str, int], set[tuple[tuple[str, str, str], str]]] = {}
+    asked: dict[tuple[str, int], set[Asked]] = {}
+    ranks: dict[Asked, set[str]] = {}
+    sent: dict[tuple[Asked, str, str, int], Line] = {}
+    loads_sent: set[tuple[Asked, str, str, int]] = set()
     for line in lines:
         if line.machine != "producer" or not line.peer:
             continue
-        told.setdefault(line.peer, set()).add(line.worker)
-        asked.setdefault((line.id, line.attempt), set()).add((line.worker, line.peer))
+        by = (line.engine, line.peer)
+        ranks.setdefault(by, set()).add(line.rank)
+        asked.setdefault((line.id, line.load), set()).add(by)
         if line.dest == "sent" and line.source != "sent":
-            key = (line.worker, line.id, line.attempt, line.peer)
+            key = (by, line.rank, line.id, line.attempt)
             if key in sent:
                 said = f"sent twice: attempt {line.attempt} was sent at {sent[key].place} already"
                 report.broken.append(Broken(line=line, said=said))
             sent[key] = line
+            loads_sent.add((by, line.rank, line.id, line.load))
     for line in lines:
         if line.machine != "consumer" or line.dest != "received":
             continue
-        peers = {
-            (worker[:2], peer)
-            for worker, peer in asked.get((line.id, line.attempt), ())
-            if _is_of(peer, line.engine, line.rank)
-        }
-        missing = [
-            worker
-            for engine, peer in sorted(peers)
-            for worker in sorted(told[peer])
-            if worker[1] == engine[1] and (worker, line.id, line.attempt, peer) not in sent
+        mine = [
+            by
+            for by in sorted(asked.get((line.id, line.load), ()))
+            if _is_of(by[1], line.engine, line.rank)
         ]
-        report.unmatched += not peers
-        report.matched += bool(peers) and not missing
-        for _, engine, rank in missing[:1]:
+        missing = [
+            (by, rank)
+            for by in mine
+            for rank in sorted(ranks[by])
+            if (by, rank, line.id, line.load) not in loads_sent
+        ]
+        report.unmatched += not mine
+        report.matched += bool(mine) and not missing
+        for (engine, _), rank in missing[:1]:
             said = f"received, but {engine} {rank} never sent attempt {line.attempt} of {line.id}"
             report.broken.append(Broken(line=line, said=said))

@@ -13,7 +13,7 @@ Known limits: an engine is a producer or a consumer, never both; all blocks have
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from kvflow.core import effects as ef
@@ -29,6 +29,7 @@ PHASES_MAX = 3
 OPERATIONS_MIN, OPERATIONS_MAX = 40, 160
 SHRINK_RUNS_MAX = 400
 TRANSCRIPT_LINES_MAX = 200
+REPEATS_MAX = 3
 MACHINES = ("producer", "consumer", "peer")
 BROKEN = (AssertionError, KVFlowError, LookupError, TypeError, ValueError, AttributeError)
 """What a run may raise: an invariant, or a bug that shows itself as an exception."""
@@ -200,26 +201,48 @@ def _add(report: Report, run: Run) -> None:
 # -- shrinking -------------------------------------------------------------------------------------
 
 
+SMALLER: tuple[dict[str, int], ...] = (
+    {"producers": 1},
+    {"consumers": 1},
+    {"ranks": 1},
+    {"blocks": 60},
+)
+"""What may make a world easier to read."""
+
+
 def shrink(setting: Setting, operations: Sequence[Operation], broken: str) -> Violation:
     """Leave out whatever the same invariant breaks without, greedily, in a bounded number of runs.
 
-    Large pieces first, then smaller ones, from the end to the start, until nothing can be left out.
+    First operations, large pieces, then smaller ones, from the end to the start, until none can be
+    left out; then whatever makes the world smaller; then operations again.
     """
-    found_in = len(operations)
-    kept = list(operations)
-    runs, size = 0, max(found_in // 2, 1)
-    while size and runs < SHRINK_RUNS_MAX:
+    kept, runs = _fewer(setting, list(operations), broken, SHRINK_RUNS_MAX)
+    for change in SMALLER:
+        smaller = replace(setting, **change)  # type: ignore[arg-type]
+        run = Run(smaller).do_all(kept)
+        runs += 1
+        if run.broken == broken:
+            setting, kept = smaller, run.done
+    kept, more = _fewer(setting, kept, broken, SHRINK_RUNS_MAX)
+    return _violation(setting, len(operations), kept, runs + more)
+
+
+def _fewer(
+    setting: Setting, kept: list[Operation], broken: str, runs_max: int
+) -> tuple[list[Operation], int]:
+    """The operations that are left, and how many runs that took."""
+    runs, size = 0, max(len(kept) // 2, 1)
+    while size:
         start, shorter = len(kept), False
-        while start > 0 and runs < SHRINK_RUNS_MAX:
+        while start > 0 and runs < runs_max:
             start = max(start - size, 0)
-            without = kept[:start] + kept[start + size :]
-            run = Run(setting).do_all(without)
+            run = Run(setting).do_all(kept[:start] + kept[start + size :])
             runs += 1
             if run.broken == broken:
                 kept, shorter = run.done, True
-        if not shorter or size > 1:
-            size = size // 2 if size > 1 or not shorter else 1
-    return _violation(setting, found_in, kept, runs)
+        again = shorter and runs < runs_max
+        size = size // 2 if size > 1 else int(again)
+    return kept, runs
 
 
 def _violation(
@@ -227,16 +250,28 @@ def _violation(
 ) -> Violation:
     """Run the script once more, and this time tell everything."""
     run = Run(setting, tells=True).do_all(operations)
-    lines = transcript(run.world, MACHINES).splitlines()
-    if len(lines) > TRANSCRIPT_LINES_MAX:
-        left_out = len(lines) - TRANSCRIPT_LINES_MAX
-        lines = [f"... {left_out} lines", *lines[-TRANSCRIPT_LINES_MAX:]]
     return Violation(
         invariant=run.broken,
         said=str(run.error),
         setting=setting,
         found_in=found_in,
         operations=tuple(run.done),
-        transcript="\n".join(lines),
+        transcript=_without_repeats(transcript(run.world, MACHINES)),
         runs=runs,
     )
+
+
+def _without_repeats(text: str) -> str:
+    """The end of a transcript, without what is said (but for the time) again and again."""
+    said: Counter[str] = Counter()
+    lines, repeats = [], 0
+    for line in text.splitlines():
+        words = line.partition(" ")[2]
+        said[words] += 1
+        if said[words] <= REPEATS_MAX:
+            lines.append(line)
+        else:
+            repeats += 1
+    if (left_out := len(lines) - TRANSCRIPT_LINES_MAX) > 0:
+        lines = [f"... {left_out} lines", *lines[left_out:]]
+    return "\n".join([*lines, f"... {repeats} repeats" if repeats else ""]).rstrip()

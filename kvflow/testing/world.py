@@ -58,9 +58,10 @@ class World:
         self.faults = Faults()
         self.now = 0.0
         self.nodes: dict[AgentName, Node] = {}
+        self.ranks: dict[AgentName, Rank] = {}  # of all that ever were
         self.producers: dict[Address, Producer] = {}
         self.consumers: dict[str, Consumer] = {}
-        self.slices: set[Slice] = set()
+        self.slices: dict[Slice, None] = {}  # in order of their posting
         self.log: list[tuple[float, AgentName, ef.Effect | str]] = []
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
@@ -93,6 +94,7 @@ class World:
             rate=1 + self.rng.uniform(-0.4, 0.4) * CLOCK_DRIFT_MAX if self.skewed else 1.0,
         )
         self.nodes[agent] = node
+        self.ranks[agent] = rank
         return node
 
     def kill(self, node: Node) -> None:
@@ -114,6 +116,10 @@ class World:
         """A line of the transcript, if the world tells."""
         if self.tells:
             self.log.append((self.now, AgentName(""), text))
+
+    def _happens(self, chance: float) -> bool:
+        """Without chance, nothing is drawn: what follows stays as it was without this fault."""
+        return chance > 0 and self.rng.random() < chance
 
     # -- time ------------------------------------------------------------------------------------
 
@@ -181,7 +187,7 @@ class World:
             self.strike(how, frame)
             if rejected:
                 self._reject(sender, frame, "no such agent any more")
-        elif self.rng.random() < self.faults.refuses:
+        elif self._happens(self.faults.refuses):
             self.strike(Fault.NOTICE_REFUSED, frame)
             self._reject(sender, frame, "the transfer library reported an error")
         else:
@@ -230,10 +236,10 @@ class World:
         producer = self.producers.get(address)
         if producer is None or not producer.alive or self._is_cut_off(node, producer):
             return ev.MeetingFailed(address=address, final=False, detail="connection refused")
-        if self.rng.random() < self.faults.meeting_fails:
+        if self._happens(self.faults.meeting_fails):
             self.strike(Fault.MEETING_FAILED, f"{node.agent} asked {address}")
             return ev.MeetingFailed(address=address, final=False, detail="unreadable metadata")
-        if self.rng.random() < self.faults.incompatible:
+        if self._happens(self.faults.incompatible):
             self.strike(Fault.MEETING_INCOMPATIBLE, f"{node.agent} asked {address}")
             return ev.MeetingFailed(address=address, final=True, detail="block sizes differ")
         return ev.MeetingSucceeded(
@@ -251,7 +257,7 @@ class World:
 
     def refuses_post(self, sender: Node) -> bool:
         """Whether the transfer library refuses to post a slice."""
-        refused = self.rng.random() < self.faults.post_fails
+        refused = self._happens(self.faults.post_fails)
         if refused:
             self.strike(Fault.POST_FAILED, f"at {sender.agent}")
         return refused
@@ -268,14 +274,14 @@ class World:
         `troubled` is called when asking about it fails, while it goes on.
         """
         invariants.slice_may_be_posted(sender, each)
-        self.slices.add(each)
+        self.slices[each] = None
         slow = self.rng.random() < self.faults.slow_slices
         fails = self.rng.random() < self.faults.write_fails
         if slow:
             self.strike(Fault.SLICE_SLOW, f"of {each.transfer_id} by {sender.agent}")
         most_s = 0.99 * self.timings.slice_max_s if slow else 0.002
         takes_s = self.rng.uniform(0.001, most_s) if slow or fails else 0.001
-        if self.rng.random() < self.faults.poll_fails:
+        if self._happens(self.faults.poll_fails):
             self.strike(Fault.POLL_FAILED, f"of {each.transfer_id} by {sender.agent}")
             self.later(takes_s / 2, lambda: troubled("asking the transfer library failed"))
         self.later(takes_s, lambda: self._end_slice(sender, each, ended, fails))
@@ -284,7 +290,7 @@ class World:
         self, sender: Node, each: Slice, ended: Callable[[str], None], fails: bool
     ) -> None:
         self.steps += 1
-        self.slices.discard(each)
+        self.slices.pop(each, None)
         receiver = self.nodes.get(each.receiver)
         if receiver is None or not self.network.carries_data(sender.agent, each.receiver):
             self.strike(Fault.SLICE_TO_DEAD, f"of {each.transfer_id} by {sender.agent}")

@@ -3,9 +3,11 @@
 (* kvflow's protocol (specs/protocol.md) between one consumer worker and   *)
 (* the ranks of one producer engine.                                       *)
 (*                                                                         *)
-(* The consumer loads attempt after attempt into ONE place in its memory   *)
-(* (one part of it per rank and slice), so whatever is written too late is *)
-(* seen in somebody else's blocks.  Each attempt is of some transfer.      *)
+(* The consumer makes load after load into ONE place in its memory (one    *)
+(* part of it per rank and slice), so whatever is written too late is seen *)
+(* in somebody else's blocks.  Each load is of some transfer.  Attempts    *)
+(* are numbered through all loads (decision 0001): load a has 2a - 1 and,  *)
+(* for a retry after a failed write, 2a.                                   *)
 (*                                                                         *)
 (* What is left out, and why that is sound, is in README.md beside this.   *)
 (***************************************************************************)
@@ -14,8 +16,8 @@ EXTENDS Naturals, FiniteSets, TLC
 CONSTANTS
     Ranks,        \* producer ranks, all expected by the consumer
     Transfers,    \* transfer ids
-    First,        \* the one that attempt 1 is of
-    MaxAttempt,   \* registrations of the consumer engine (decision 0001)
+    First,        \* the one that load 1 is of
+    MaxLoad,      \* loads of the consumer
     MaxPrefill,   \* prefills per transfer id; more than one: the id is used again
     MaxFaults,    \* how many of the counted faults may happen
     Slices,       \* slices that a rank owes
@@ -29,11 +31,12 @@ Counted == {"lose", "fail", "abort", "crash", "drop"}
     \* abort   vLLM aborts a prefill
     \* crash   a producer rank crashes, and the engine may come back
     \* drop    a producer rank takes the consumer for lost, and forgets it
-Uncounted == {"giveup", "expire", "forget", "renew"}
+Uncounted == {"giveup", "expire", "forget", "renew", "retry"}
     \* giveup  the consumer aborts, or the deadline of a load passes
     \* expire  a producer's lease or deadline ends
     \* forget  tombstones are forgotten
     \* renew   renewals are sent, and answered
+    \* retry   after a failed write the producer keeps the KV, and the consumer registers once more
 
 Mistakes == {
     "none",
@@ -50,12 +53,12 @@ ASSUME /\ First \in Transfers
        /\ Faults \subseteq Counted \union Uncounted
        /\ Pauses \in BOOLEAN
        /\ Broken \in Mistakes
-       /\ {MaxAttempt, MaxPrefill, Slices} \subseteq Nat \ {0}
+       /\ {MaxLoad, MaxPrefill, Slices} \subseteq Nat \ {0}
        /\ MaxFaults \in Nat
 
 VARIABLES
-    load,     \* consumer: record of each attempt
-    back,     \* consumer: attempts whose blocks vLLM has again
+    load,     \* consumer: record of each load
+    back,     \* consumer: loads whose blocks vLLM has again
     mem,      \* consumer: what is in the blocks, by rank and slice: <<attempt, prefill>>
     met,      \* consumer: "current", or "old" (met, and restarted since), or "none"
     open,     \* permissions to write that may not have expired: <<attempt, rank>>
@@ -71,89 +74,96 @@ vars == <<load, back, mem, met, open, net, flights, prod, floor, prefills, up, s
 consumer == <<load, back, mem, met, open>>
 producer == <<prod, floor, prefills, up>>
 
-Attempts == 1..MaxAttempt
+Loads == 1..MaxLoad
+Attempts == 1..2 * MaxLoad
+LoadOf(n) == (n + 1) \div 2
 
 Fault(kind) == kind \in Faults /\ spent < MaxFaults /\ spent' = spent + 1
 Nobody == [st |-> "idle", att |-> 0, k |-> 0, posted |-> 0, bad |-> FALSE, w |-> FALSE,
-           settled |-> 0]
+           settled |-> 0, failures |-> 0]
 Empty == [r \in Ranks |-> [n \in 1..Slices |-> <<0, 0>>]]
 
-(* States of a load.  "asking" is registering, registered and transferring; they differ only in   *)
-(* what is sent again.  "finished" is received, and the request has ended since.  "elsewhere" is a *)
-(* bystander: another request, which loads from another engine, into the same blocks.              *)
+\* States of a load.  "asking" is registering, registered and transferring; they differ only in
+\* what is sent again.  "finished" is received, and the request has ended since.  "elsewhere" is
+\* a bystander: another request, which loads from another engine, into the same blocks.
 Live(a) == load[a].st \in {"asking", "draining", "fencing", "elsewhere"}
 Over(a) == load[a].st \in {"received", "failed", "finished"}
 Listening(a) == load[a].st \in {"asking", "draining"}
-Owners == {a \in Attempts : (Live(a) \/ load[a].st = "received") /\ a \notin back}
+Owners == {a \in Loads : (Live(a) \/ load[a].st = "received") /\ a \notin back}
 Unsettled(a) == {r \in Ranks : load[a].out[r] = "open"}
 
-(* States of a producer's record.  "idle" is no record, or unknown, allocated, preempted: there is *)
-(* neither a registration nor a finished prefill.  "held" is held and registered.                  *)
+\* States of a producer's record.  "idle" is no record, or unknown, allocated, preempted: there
+\* is neither a registration nor a finished prefill.  "held" is held and registered.
 Max(i, j) == IF i > j THEN i ELSE j
 MaxOf(S) == CHOOSE i \in S : \A j \in S : j <= i
 
 -----------------------------------------------------------------------------
-(* Messages.  `net` is a set: what is in it may arrive at any time, again and again, in any order, *)
-(* or never; that is loss, duplication, delay and reordering in one.  Taken out is only what could *)
-(* not have an effect any more (for fewer states), and what belonged to a dead incarnation.        *)
-(*                                                                                                 *)
-(* `accepted` lets the consumer renew, and changes nothing else that is modelled; so whoever sends  *)
-(* it puts the renewal that may follow into `net` at once.                                         *)
-(* `alive` is no kind of its own: with the standing failed or unknown it is to the consumer what   *)
-(* `failed` is (trigger rank_failed), else what `accepted` is; standing done comes with a `done`.  *)
+\* Messages.  `net` is a set: what is in it may arrive at any time, again and again, in any
+\* order, or never; that is loss, duplication, delay and reordering in one.  Taken out is only
+\* what could not have an effect any more (for fewer states), and what belonged to a dead
+\* incarnation.
+\*
+\* `accepted` lets the consumer renew, and changes nothing else that is modelled; so whoever
+\* sends it puts the renewal that may follow into `net` at once. `alive` is no kind of its own:
+\* with the standing failed or unknown it is to the consumer what `failed` is (trigger
+\* rank_failed), else what `accepted` is; standing done comes with a `done`. "write_failed" is
+\* `failed` with the reason that lets the consumer retry.
 
 Msg(kind, a, r, k) == [kind |-> kind, a |-> a, r |-> r, k |-> k]
-FromProducer == {"done", "failed"}
+FromProducer == {"done", "failed", "write_failed"}
 Kinds == {"register", "renew", "cancel"} \union FromProducer
 
 ToProducer(kind, a, ranks) ==
     {Msg(kind, a, r, 0) : r \in IF met = "current" THEN ranks \intersect up ELSE {}}
 
-\* Nobody listens to what is said of a load that is over or fenced.
-ToConsumer(kind, a, r, k) == IF Listening(a) THEN {Msg(kind, a, r, k)} ELSE {}
+\* Nobody listens to what is said of an attempt that is over or fenced.
+ToConsumer(kind, n, r, k) ==
+    IF Listening(LoadOf(n)) /\ load[LoadOf(n)].cur = n THEN {Msg(kind, n, r, k)} ELSE {}
 
 \* `accepted` or `alive`, as answered by the next renewal.
-Accepted(a, r) == IF load[a].st = "asking" /\ "renew" \in Faults THEN ToProducer("renew", a, {r}) ELSE {}
+Accepted(n, r) ==
+    IF "renew" \in Faults /\ load[LoadOf(n)].st = "asking" /\ load[LoadOf(n)].cur = n
+    THEN ToProducer("renew", n, {r}) ELSE {}
 
 \* What is left of `net` when these attempts have ended.
-Without(as) == {m \in net : ~(m.a \in as /\ m.kind \in FromProducer \union {"renew"})}
+Without(ns) == {m \in net : ~(m.a \in ns /\ m.kind \in FromProducer \union {"renew"})}
 
 -----------------------------------------------------------------------------
-(* Consumer: the load.                                                                             *)
+\* Consumer: the load.
 
-NewLoad == [st |-> "new", xfer |-> First, out |-> [r \in Ranks |-> "open"],
+NewLoad == [st |-> "new", cur |-> 0, xfer |-> First, out |-> [r \in Ranks |-> "open"],
             kv |-> [r \in Ranks |-> 0], count |-> 0]
 
-\* The next attempt, into the same blocks: a retry under the same transfer id if that is the only
-\* one, else a bystander.  vLLM allocates only what it has.
+\* The next load, into the same blocks: one under the same transfer id if that is the
+\* only one, else a bystander.  vLLM allocates only what it has.
 Load(a, t) ==
     LET retry == t = First IN
     /\ load[a].st = "new"
     /\ retry <=> Transfers = {First}
     /\ retry => met # "none"
-    /\ \A b \in Attempts : b < a => b \in back
+    /\ \A b \in Loads : b < a => b \in back
     /\ load' = [load EXCEPT ![a] = [NewLoad EXCEPT !.st = IF retry THEN "asking" ELSE "elsewhere",
-                                                   !.xfer = t]]
+                                                   !.xfer = t, !.cur = 2 * a - 1]]
     /\ mem' = Empty
-    /\ net' = net \union ToProducer("register", a, IF retry THEN Ranks ELSE {})
-    /\ open' = open \union {<<a, r>> : r \in IF retry THEN Ranks ELSE {}}
+    /\ net' = net \union ToProducer("register", 2 * a - 1, IF retry THEN Ranks ELSE {})
+    /\ open' = open \union {<<2 * a - 1, r>> : r \in IF retry THEN Ranks ELSE {}}
     /\ UNCHANGED <<back, met, flights, producer, spent>>
 
 \* The next registration or renewal that goes out carries a new permission.
 Renew(a, r) ==
     /\ load[a].st = "asking"
     /\ load[a].out[r] = "open"
-    /\ <<a, r>> \notin open
-    /\ open' = open \union {<<a, r>>}
+    /\ <<load[a].cur, r>> \notin open
+    /\ open' = open \union {<<load[a].cur, r>>}
     /\ UNCHANGED <<load, back, mem, met, net, flights, producer, spent>>
 
 \* Permissions end by the producer's clock, wherever the messages are that carry them (decision
 \* 0006), so it does not matter whether those have arrived.  While the load asks, the next renewal
 \* gives a new one; that nothing is posted in between is possible anyway.
-PermissionExpires(a, r) ==
-    /\ <<a, r>> \in open
-    /\ Pauses \/ load[a].st # "asking"
-    /\ open' = open \ {<<a, r>>}
+PermissionExpires(n, r) ==
+    /\ <<n, r>> \in open
+    /\ Pauses \/ load[LoadOf(n)].st # "asking" \/ load[LoadOf(n)].cur # n
+    /\ open' = open \ {<<n, r>>}
     /\ UNCHANGED <<load, back, mem, met, net, flights, producer, spent>>
 
 \* What matters of a record from now on; the rest is reset, so that fewer states differ.
@@ -170,25 +180,25 @@ GiveBack(as) == back' = back \union as
 Drain(a, out) ==
     /\ load' = [load EXCEPT ![a] = Into(a, "draining", out)]
     /\ GiveBack(IF Broken = "freed_before_cancelled" THEN {a} ELSE {})
-    /\ net' = net \union ToProducer("cancel", a, {r \in Ranks : out[r] = "open"})
+    /\ net' = net \union ToProducer("cancel", load[a].cur, {r \in Ranks : out[r] = "open"})
     /\ mem' = mem
 
 End(a, st) ==
     /\ load' = [load EXCEPT ![a] = Into(a, st, NewLoad.out)]
     /\ GiveBack(IF st = "received" THEN {} ELSE {a})
-    /\ net' = Without({a})
+    /\ net' = Without({load[a].cur})
     /\ mem' = IF st = "received" THEN mem ELSE Empty
 
 \* (Of several attempts not the last one: what can follow from that is what follows from the first.)
 GiveUp(a) ==
     /\ "giveup" \in Faults
-    /\ a = 1 \/ a < MaxAttempt
+    /\ a = 1 \/ a < MaxLoad
     /\ load[a].st = "asking"
     /\ Drain(a, load[a].out)
     /\ UNCHANGED <<met, open, flights, producer, spent>>
 
 HearDone(m) ==
-    LET a == m.a
+    LET a == LoadOf(m.a)
         counted == load[a].count + (IF Broken = "done_counted" THEN 1 ELSE 0)
         out == [load[a].out EXCEPT ![m.r] = "done"]
         kv == [load[a].kv EXCEPT ![m.r] = m.k]
@@ -203,37 +213,49 @@ HearDone(m) ==
                IF complete THEN End(a, IF same THEN "received" ELSE "failed")
                ELSE Note([load[a] EXCEPT !.out = out, !.kv = kv, !.count = counted])
          [] load[a].st = "draining" ->     \* settled, too late to count
-               IF Unsettled(a) \subseteq {m.r} THEN End(a, "failed") ELSE Note(Into(a, "draining", out))
+               IF Unsettled(a) \subseteq {m.r} THEN End(a, "failed")
+               ELSE Note(Into(a, "draining", out))
          [] OTHER -> FALSE
     /\ UNCHANGED <<met, open, flights, producer, spent>>
 
 HearFailed(m) ==
-    LET a == m.a IN
-    /\ m.kind = "failed" /\ met # "none" /\ Listening(a)
+    LET a == LoadOf(m.a)
+        n == load[a].cur
+        last == Unsettled(a) = {m.r}
+    IN
+    /\ m.kind \in {"failed", "write_failed"} /\ met # "none" /\ Listening(a)
     /\ load[a].out[m.r] = "open"     \* else a duplicate, or the rank has forgotten that it is done
-    /\ IF Unsettled(a) = {m.r} THEN End(a, "failed")
-       ELSE Drain(a, [load[a].out EXCEPT ![m.r] = "failed"])
-    /\ UNCHANGED <<met, open, flights, producer, spent>>
+    /\ IF last /\ m.kind = "write_failed" /\ load[a].st = "asking" /\ n = 2 * a - 1
+       THEN \* the same blocks once more; nobody else is writing
+            /\ load' = [load EXCEPT ![a].cur = n + 1]
+            /\ open' = open \union {<<n + 1, m.r>>}
+            /\ net' = Without({n}) \union ToProducer("register", n + 1, {m.r})
+            /\ UNCHANGED <<back, mem>>
+       ELSE /\ open' = open
+            /\ IF last THEN End(a, "failed")
+               ELSE Drain(a, [load[a].out EXCEPT ![m.r] = "failed"])
+    /\ UNCHANGED <<met, flights, producer, spent>>
 
-\* A rank was silent for too long, did not answer a cancel, or could not be sent to: its whole engine
-\* is torn down.  Nobody tells the producer, which may be alive and writing.
+\* A rank was silent for too long, did not answer a cancel, or could not be sent to: its whole
+\* engine is torn down.  Nobody tells the producer, which may be alive and writing.
 Lose ==
-    LET hit == {a \in Attempts : Listening(a)}
+    LET hit == {a \in Loads : Listening(a)}
         end == IF Broken = "fence_skipped" THEN "failed" ELSE "fencing"
     IN
     /\ met # "none"
     /\ hit # {}
     /\ met' = "none"
-    /\ load' = [a \in Attempts |-> IF a \notin hit THEN load[a] ELSE
+    /\ load' = [a \in Loads |-> IF a \notin hit THEN load[a] ELSE
            Into(a, end, [r \in Ranks |-> IF load[a].out[r] = "open" THEN "lost" ELSE "failed"])]
     /\ GiveBack(IF Broken = "fence_skipped" THEN hit ELSE {})
-    /\ net' = {m \in Without(hit) : met = "current" \/ m.kind \notin FromProducer}
+    /\ net' = {m \in Without({load[a].cur : a \in hit}) :
+                  met = "current" \/ m.kind \notin FromProducer}
     /\ UNCHANGED <<mem, open, flights, producer>>
 
 LoseAny == Fault("lose") /\ Lose
 
 \* ... which is the only way out if a rank never answers a cancel.
-LoseSilent == /\ \E a \in Attempts : load[a].st = "draining"
+LoseSilent == /\ \E a \in Loads : load[a].st = "draining"
               /\ Broken # "silent_rank_awaited"
               /\ Lose
               /\ UNCHANGED spent
@@ -243,8 +265,8 @@ LoseSilent == /\ \E a \in Attempts : load[a].st = "draining"
 FenceEnds(a) ==
     /\ load[a].st = "fencing"
     /\ \A r \in Ranks : load[a].out[r] = "lost" =>
-           /\ <<a, r>> \notin open
-           /\ ~\E s \in flights : s.r = r /\ s.a = a
+           /\ \A n \in Attempts : LoadOf(n) = a => <<n, r>> \notin open
+           /\ ~\E s \in flights : s.r = r /\ LoadOf(s.a) = a
     /\ End(a, "failed")
     /\ UNCHANGED <<met, open, flights, producer, spent>>
 
@@ -261,9 +283,9 @@ Meet ==
     /\ UNCHANGED <<load, back, mem, open, net, flights, producer, spent>>
 
 -----------------------------------------------------------------------------
-(* Producer: prefill and registration.                                                             *)
+\* Producer: prefill and registration.
 
-Xfer(a) == load[a].xfer
+Xfer(n) == load[LoadOf(n)].xfer
 Settle(p, a) == [p EXCEPT !.settled = Max(@, a)]
 Ended(p, a) == [Settle(p, a) EXCEPT !.st = "failed"]
 BeginWrite(p) == [p EXCEPT !.st = "transferring", !.posted = 0, !.bad = FALSE, !.w = TRUE]
@@ -284,7 +306,7 @@ Prefilled(r, t) ==
              [] p.st = "held" -> BeginWrite([p EXCEPT !.k = k])
              [] p.st = "failed" /\ p.k = 0 -> [p EXCEPT !.k = k]
              [] p.st \in {"sent", "failed"} /\ p.k # 0 ->
-                    [Settle(p, p.att) EXCEPT !.st = "prefilled", !.att = 0, !.k = k]
+                    [Settle(p, p.att) EXCEPT !.st = "prefilled", !.att = 0, !.k = k, !.failures = 0]
              [] p.st = "prefilled" -> [p EXCEPT !.st = "failed"]
              [] p.st \in {"transferring", "draining"} -> [p EXCEPT !.st = "draining"]]
     /\ UNCHANGED <<consumer, net, flights, floor, up, spent>>
@@ -301,7 +323,7 @@ PrefillAborted(r, t) ==
     /\ net' = net \union (IF p.att = 0 THEN {} ELSE ToConsumer("failed", p.att, r, 0))
     /\ UNCHANGED <<consumer, flights, floor, up>>
 
-\* What `register` means (core/classify.py), and what the rows make of it: the record, and the answer.
+\* What `register` means (core/classify.py), and what the rows make of it: the record, the answer.
 TakeRegister(m) ==
     LET a == m.a
         r == m.r
@@ -363,7 +385,7 @@ TakeRenew(m) ==
     /\ UNCHANGED <<consumer, flights, producer, spent>>
 
 -----------------------------------------------------------------------------
-(* Producer: the write, which starts, lands and completes in steps of its own.                     *)
+\* Producer: the write, which starts, lands and completes in steps of its own.
 
 \* Engine.may_write, asked before every slice.
 MayWrite(r, t) ==
@@ -402,7 +424,11 @@ WriteEnds(r, t) ==
     /\ r \in up
     /\ p.st \in {"transferring", "draining"}
     /\ InFlight(r, t) = {}
-    /\ \/ /\ p.st = "draining" \/ p.bad
+    /\ \/ /\ p.st = "transferring" /\ p.bad /\ "retry" \in Faults /\ p.failures = 0
+          /\ prod' = [prod EXCEPT ![r][t] = [Settle(closed, p.att) EXCEPT
+                 !.st = "prefilled", !.att = 0, !.failures = 1]]
+          /\ net' = net \union ToConsumer("write_failed", p.att, r, 0)
+       \/ /\ p.st = "draining" \/ (p.bad /\ ("retry" \in Faults => p.failures = 1))
           /\ prod' = [prod EXCEPT ![r][t] = Ended(closed, p.att)]
           /\ net' = net \union failed
        \/ /\ p.st = "transferring" /\ ~p.bad /\ p.posted = Slices
@@ -411,7 +437,7 @@ WriteEnds(r, t) ==
     /\ UNCHANGED <<consumer, flights, floor, prefills, up, spent>>
 
 -----------------------------------------------------------------------------
-(* Producer: deadlines, losses, crashes.                                                           *)
+\* Producer: deadlines, losses, crashes.
 
 Expires(r, t) ==
     LET p == prod[r][t] IN
@@ -429,10 +455,10 @@ Forgets(r, t) ==
     /\ "forget" \in Faults
     /\ r \in up
     /\ p.st \in {"sent", "failed"}
-    \* A tombstone outlives every permission that was given before it: one that is still there must be
-    \* newer, so the consumer still asks.  Needed only if the floor does not do its work.
-    /\ Broken = "floor_dropped" => \A a \in {p.att, p.settled} \ {0} :
-           <<a, r>> \in open => load[a].st = "asking"
+    \* A tombstone outlives every permission that was given before it: one that is still there must
+    \* be newer, so the consumer still asks.  Needed only if the floor does not do its work.
+    /\ Broken = "floor_dropped" => \A n \in {p.att, p.settled} \ {0} :
+           <<n, r>> \in open => load[LoadOf(n)].st = "asking" /\ load[LoadOf(n)].cur = n
     /\ prod' = [prod EXCEPT ![r][t] = Nobody]
     /\ floor' = [floor EXCEPT ![r] = Max(@, Max(p.settled, p.att))]
     /\ UNCHANGED <<consumer, net, flights, prefills, up, spent>>
@@ -476,7 +502,8 @@ Restart ==
 -----------------------------------------------------------------------------
 
 Init ==
-    /\ load = [a \in Attempts |-> IF a = 1 THEN [NewLoad EXCEPT !.st = "asking"] ELSE NewLoad]
+    /\ load = [a \in Loads |-> IF a # 1 THEN NewLoad
+                               ELSE [NewLoad EXCEPT !.st = "asking", !.cur = 1]]
     /\ back = {}
     /\ mem = Empty
     /\ met = "current"
@@ -493,10 +520,11 @@ Hear(m) == HearDone(m) \/ HearFailed(m)
 Take(m) == TakeRegister(m) \/ TakeCancel(m) \/ TakeRenew(m)
 
 Next ==
-    \/ \E a \in Attempts :
+    \/ \E a \in Loads :
            \/ GiveUp(a) \/ FenceEnds(a) \/ RequestEnds(a)
            \/ \E t \in Transfers : Load(a, t)
-           \/ \E r \in Ranks : Renew(a, r) \/ PermissionExpires(a, r)
+           \/ \E r \in Ranks : Renew(a, r)
+    \/ \E n \in Attempts, r \in Ranks : PermissionExpires(n, r)
     \/ LoseAny \/ LoseSilent \/ Meet \/ Restart
     \/ \E m \in net : Hear(m) \/ Take(m)
     \/ \E s \in flights : SliceLands(s) \/ SliceFails(s)
@@ -510,34 +538,35 @@ Next ==
 Spec == Init /\ [][Next]_vars
 
 -----------------------------------------------------------------------------
-(* Safety (specs/invariants.md).                                                                   *)
+\* Safety (specs/invariants.md).
 
 TypeOK ==
-    /\ \A a \in Attempts :
+    /\ \A a \in Loads :
            /\ load[a].st \in {"new", "asking", "draining", "fencing", "received", "failed",
                               "finished", "elsewhere"}
            /\ load[a].xfer \in Transfers
            /\ \A r \in Ranks : load[a].out[r] \in {"open", "done", "failed", "lost"}
-    /\ back \subseteq Attempts
+    /\ back \subseteq Loads
     /\ met \in {"current", "old", "none"}
     /\ open \subseteq Attempts \X Ranks
     /\ \A m \in net : m.kind \in Kinds
     /\ \A r \in Ranks, t \in Transfers :
            /\ prod[r][t].st \in {"idle", "held", "prefilled", "transferring", "draining", "sent",
                                  "failed"}
-           /\ prod[r][t].att \in 0..MaxAttempt
+           /\ prod[r][t].att \in {0} \union Attempts
            /\ Broken = "none" => prod[r][t].w = (prod[r][t].st \in {"transferring", "draining"})
 
 \* S1: a block is the destination of at most one live load.
-S1 == Cardinality({a \in Attempts : Live(a) \/ load[a].st = "received"}) <= 1
+S1 == Cardinality({a \in Loads : Live(a) \/ load[a].st = "received"}) <= 1
 
 \* S2: destination blocks are not given back while a producer might write them: nothing is on its
-\* way to them, and no rank might post another slice.
+\* way to them, and no rank might post another slice.  Nor when another attempt is to fill them.
 S2 ==
-    \A a \in Attempts : a \in back \/ Over(a) =>
-        /\ \A s \in flights : s.a # a
-        /\ \A r \in up : ~(MayWrite(r, Xfer(a)) /\ prod[r][Xfer(a)].att = a
-                           /\ prod[r][Xfer(a)].posted < Slices)
+    \A a \in Loads, n \in Attempts :
+        a = LoadOf(n) /\ (a \in back \/ Over(a) \/ n < load[a].cur) =>
+            /\ \A s \in flights : s.a # n
+            /\ \A r \in up : LET p == prod[r][Xfer(n)] IN
+                   ~(MayWrite(r, Xfer(n)) /\ p.att = n /\ p.posted < Slices)
 
 \* S3: source blocks are not given back while one of our writes may read them.  (Pinned are the
 \* blocks of a record that is prefilled, transferring or draining.)
@@ -546,8 +575,8 @@ S3 ==
         LET p == prod[s.r][Xfer(s.a)] IN
         p.st \in {"transferring", "draining"} /\ p.att = s.a /\ p.k = s.k
 
-\* S4: a slice is posted only from a pinned prefill, while `may_write` holds, one write per transfer.
-\* (A property of steps.)
+\* S4: a slice is posted only from a pinned prefill, while `may_write` holds, one write per
+\* transfer.  (A property of steps.)
 S4 ==
     [][\A s \in flights' : s.own /\ s \notin flights =>
            /\ MayWrite(s.r, Xfer(s.a))
@@ -557,26 +586,27 @@ S4 ==
 
 \* S5: a load is reported to vLLM once: what is over stays as it is.  (A property of steps.)
 S5 ==
-    [][\A a \in Attempts : Over(a) =>
+    [][\A a \in Loads : Over(a) =>
            load'[a].st = load[a].st \/ (load[a].st = "received" /\ load'[a].st = "finished")]_vars
 
 \* S6: a load that is reported received holds exactly the right bytes, and keeps them: all slices of
 \* all ranks, of one and the same prefill.
 S6 ==
-    \A a \in Attempts : load[a].st = "received" =>
-        \E k \in 1..MaxPrefill : \A r \in Ranks, n \in 1..Slices : mem[r][n] = <<a, k>>
+    \A a \in Loads : load[a].st = "received" =>
+        \E k \in 1..MaxPrefill : \A r \in Ranks, n \in 1..Slices :
+            mem[r][n] \in {<<2 * a - 1, k>>, <<2 * a, k>>}
 
 \* S7: nothing lands in a block of another transfer.
 S7 ==
-    \A a \in Owners : \A r \in Ranks, n \in 1..Slices : mem[r][n][1] \in {0, a}
+    \A a \in Owners : \A r \in Ranks, n \in 1..Slices : mem[r][n][1] \in {0, 2 * a - 1, 2 * a}
 
 -----------------------------------------------------------------------------
-(* Liveness.  Nothing is assumed of messages: every one may be lost for ever.  Fair are deadlines, *)
-(* slices (they land or fail), and the ends of writes.                                             *)
+\* Liveness.  Nothing is assumed of messages: every one may be lost for ever.  Fair are
+\* deadlines, slices (they land or fail), and the ends of writes.
 
 Deadlines ==
-    /\ \A a \in Attempts : WF_vars(GiveUp(a)) /\ WF_vars(FenceEnds(a)) /\ WF_vars(RequestEnds(a))
-    /\ \A a \in Attempts, r \in Ranks : WF_vars(PermissionExpires(a, r))
+    /\ \A a \in Loads : WF_vars(GiveUp(a)) /\ WF_vars(FenceEnds(a)) /\ WF_vars(RequestEnds(a))
+    /\ \A n \in Attempts, r \in Ranks : WF_vars(PermissionExpires(n, r))
     /\ WF_vars(LoseSilent)
     /\ WF_vars(\E s \in flights : SliceLands(s))
     /\ \A r \in Ranks, t \in Transfers :
@@ -587,18 +617,18 @@ LiveSpec == Spec /\ Deadlines
 \* L1: once the faults stop, every request ends within its deadline, and in the end every table is
 \* empty.  (A duplicate cancel makes a tombstone again, so tables are empty again and again.)
 L1 ==
-    /\ \A a \in Attempts : Live(a) ~> Over(a)
+    /\ \A a \in Loads : Live(a) ~> Over(a)
     /\ \A r \in Ranks, t \in Transfers :
            /\ <>[](prod[r][t].st \in {"idle", "sent", "failed"})
            /\ []<>(r \in up => prod[r][t].st = "idle")
 
-(* On a good day (Faults = {}, and what is sent often enough arrives) the KV arrives, however often *)
-(* permissions run out on the way.                                                                  *)
+\* On a good day (Faults = {}, and what is sent often enough arrives) the KV arrives, however
+\* often permissions run out on the way.
 Progress ==
-    /\ \A r \in Ranks, a \in Attempts :
+    /\ \A r \in Ranks, a \in Loads :
            /\ WF_vars(Renew(a, r))
-           /\ WF_vars(\E m \in net : m.r = r /\ m.a = a /\ TakeRegister(m))
-           /\ WF_vars(\E m \in net : m.r = r /\ m.a = a /\ HearDone(m))
+           /\ WF_vars(\E m \in net : m.r = r /\ LoadOf(m.a) = a /\ TakeRegister(m))
+           /\ WF_vars(\E m \in net : m.r = r /\ LoadOf(m.a) = a /\ HearDone(m))
     /\ \A r \in Ranks, t \in Transfers :
            WF_vars(Prefilled(r, t)) /\ SF_vars(PostSlice(r, t)) /\ WF_vars(WriteEnds(r, t))
     /\ WF_vars(\E s \in flights : SliceLands(s))
@@ -607,16 +637,17 @@ GoodSpec == Spec /\ Progress
 Received == <>(load[1].st = "received")
 
 -----------------------------------------------------------------------------
-(* Witnesses: each says that something interesting never happens, and TLC must find that it does.  *)
+\* Witnesses: each says that something interesting never happens, and TLC must find that it does.
 
-NeverReceived == \A a \in Attempts : load[a].st # "received"
-NeverReceivedInTheEnd == spent > 0 => load[MaxAttempt].st # "received"
+NeverReceived == \A a \in Loads : load[a].st # "received"
+NeverReceivedInTheEnd == spent > 0 => load[MaxLoad].st # "received"
+NeverReceivedByRetry == \A a \in Loads : ~(load[a].st = "received" /\ load[a].cur = 2 * a)
 NeverWritingWhileFenced ==
-    ~\E a \in Attempts, r \in up : load[a].st = "fencing" /\ MayWrite(r, Xfer(a))
+    ~\E a \in Loads, r \in up : load[a].st = "fencing" /\ MayWrite(r, load[a].xfer)
 
-(* Once everything is over, nothing is on its way and no permission is left, nothing of the above    *)
-(* can be broken any more (a slice needs a permission, and those come from loads): not explored.    *)
-Interesting == (\A a \in Attempts : Over(a) \/ load[a].st = "elsewhere") => open # {} \/ flights # {}
+\* Once everything is over, nothing is on its way and no permission is left, nothing of the above
+\* can be broken any more (a slice needs a permission, and those come from loads): not explored.
+Interesting == (\A a \in Loads : Over(a) \/ load[a].st = "elsewhere") => open # {} \/ flights # {}
 
 \* The ranks do the same, so states that differ only in their names are one (not for liveness).
 Symmetry == Permutations(Ranks)

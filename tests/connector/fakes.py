@@ -12,6 +12,7 @@ from vllm.v1.request import RequestStatus
 
 from kvflow.connector.scheduler import SchedulerHalf
 from kvflow.core import events as ev
+from kvflow.io.seal import Seal
 from kvflow.settings import Settings
 from kvflow.wire import messages as m
 
@@ -75,8 +76,10 @@ def config(role: str = "kv_both") -> Any:
     )
 
 
-def make(role: str = "kv_both") -> SchedulerHalf:
-    return SchedulerHalf(config(role), "engine-here", Settings())
+def make(
+    role: str = "kv_both", settings: Settings | None = None, seal: Seal | None = None
+) -> SchedulerHalf:
+    return SchedulerHalf(config(role), "engine-here", settings or Settings(), seal)
 
 
 def step(half: SchedulerHalf, preempted: set[str] | None = None) -> tuple[ev.Event, ...]:
@@ -97,6 +100,7 @@ def schedule(half: SchedulerHalf, request: FakeRequest, computed: int = 0) -> tu
     """As vLLM does: ask, then allocate."""
     asked: Any = request
     external, is_async = half.tokens_to_load(asked, computed)
+    assert external is not None
     blocks: Any = FakeBlocks()
     half.allocated(asked, blocks, external)
     return external, is_async

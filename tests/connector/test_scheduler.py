@@ -14,7 +14,7 @@ from kvflow.connector.metadata import NewHellos, WorkerHello
 from kvflow.connector.scheduler import SchedulerHalf
 from kvflow.core import events as ev
 from kvflow.errors import TransportError
-from kvflow.ids import Address, Rank
+from kvflow.ids import ATTEMPT_STRIDE, Address, Rank
 from kvflow.wire import codec
 
 from .fakes import (
@@ -170,7 +170,7 @@ def test_a_decode_leg_loads_its_whole_prompt(half: SchedulerHalf) -> None:
         ev.BlocksAllocated(
             transfer_id="t",
             request_id="r-12345678",
-            attempt=1,
+            attempt=16,
             address=Address("prefill", 5600),
             engine_id="engine-p",
             blocks=((10, 11, 12, 13, 14),),
@@ -240,10 +240,12 @@ def test_asking_twice_before_allocation_changes_nothing(half: SchedulerHalf) -> 
 
 
 def test_attempts_count_up_over_all_requests_of_the_engine(half: SchedulerHalf) -> None:
+    """In steps, since a retry takes the number after its load's."""
     for number in range(3):
         schedule(half, FakeRequest(DECODE, request_id=f"r{number}-12345678"))
     finish(half, FakeRequest(DECODE, request_id="gone-12345678"))
-    assert [event.attempt for event in step(half)] == [1, 2, 3, 4]
+    assert [event.attempt for event in step(half)] == [16, 32, 48, 64]
+    assert ATTEMPT_STRIDE == 16
 
 
 def test_a_request_that_ends_before_it_was_scheduled_releases_the_producer(

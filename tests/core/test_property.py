@@ -4,12 +4,11 @@ Safety (S1 to S7) is checked by the world after each thing that happens; livenes
 That exactly one guard holds is checked at each firing.
 """
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvflow.testing.chaos import CHANCES, MOMENTS_S, PAUSES_S, PICKS, WHILES_S, Chaos, Simulator
+from kvflow.testing.chaos import CHANCES, MOMENTS_S, PAUSES_S, PICKS, WHILES_S, Chaos
 from kvflow.testing.rows import RowWatch
 
 PICK = st.integers(0, PICKS - 1)
@@ -145,10 +144,3 @@ class TwoEnginesAndMore(RuleBasedStateMachine):
 
 TestTwoEnginesAndMore = TwoEnginesAndMore.TestCase
 TestTwoEnginesAndMore.settings = settings(max_examples=150, stateful_step_count=40)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_whatever_happens_nothing_is_corrupted_and_everything_ends_l1(seed: int) -> None:
-    """The seeded simulator: longer and denser runs than Hypothesis makes, a few of many."""
-    with RowWatch():
-        Simulator(seed, steps=120).run()

@@ -108,10 +108,11 @@ def test_a_failed_write_fails_the_load_and_stops_the_other_rank_f4() -> None:
         1.002 C: consumer t --accepted--> registered
         1.010 P.0: producer t --prefill_finished--> transferring
         1.010 P.1: producer t --prefill_finished--> transferring
-        1.244 P.0: told vLLM that P.p3 may be freed
-        1.244 P.0: producer t --write_failed--> failed (write_failed)
+        1.244 P.0: producer t --write_failed--> prefilled
         1.245 C: consumer t --rank_failed--> draining (write_failed)
         1.246 P.1: producer t --cancel_asked--> draining (cancelled)
+        1.246 P.0: told vLLM that P.p3 may be freed
+        1.246 P.0: producer t --cancel_asked--> failed (cancelled)
         1.464 P.1: told vLLM that P.p3 may be freed
         1.464 P.1: producer t --write_done--> failed (cancelled)
         1.465 C: told vLLM that C.c4 failed (write_failed)

@@ -1,27 +1,33 @@
-"""The seeded simulator: the core survives it, broken cores do not, and what it tells is readable."""
+"""The seeded simulator: the core survives it, broken cores do not, and its words can be read."""
 
+import dataclasses
 import json
-import os
 import secrets
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from kvflow import cli
-from kvflow.core import Engine, classify, consumer_actions, engine, peer
+from kvflow.cli import app
+from kvflow.core import Engine, consumer_actions, consumer_table, peer, producer_steps
 from kvflow.core.consumer import ConsumerRecord, Outcome
-from kvflow.core.effects import ReportReceived
+from kvflow.core.effects import ReportReceived, ReportSent
+from kvflow.core.ledger import Ledger
+from kvflow.core.producer import ProducerRecord
 from kvflow.core.turn import Turn
+from kvflow.errors import LocalProtocolError
 from kvflow.ids import Rank
-from kvflow.testing.faults import SWARM, Fault
-from kvflow.testing.operations import OPERATIONS, Setting
+from kvflow.testing.faults import SWARM, Fault, Faults
+from kvflow.testing.invariants import InvariantBrokenError
+from kvflow.testing.operations import OPERATIONS, PHASE, Operation, Setting, next_operation
 from kvflow.testing.rows import every_row
-from kvflow.testing.simulate import Report, Run, shrink, simulate
+from kvflow.testing.simulate import Report, Run, invariant_of, simulate
 
 STEPS = 25_000
 MUTANT_STEPS = 60_000
+SEEDS_FOR_MUTANTS = ((1, False), (2, True), (3, True), (4, False))
 FRESH = secrets.randbelow(2**32)
 
 
@@ -57,25 +63,40 @@ def test_there_may_be_any_number_of_engines(engines: int) -> None:
     survived(simulate(7, 3000, engines=engines))
 
 
-def test_a_swarm_phase_turns_faults_off_and_every_name_means_something() -> None:
-    known = set(OPERATIONS) | set(FIELDS) | {"id_reuse", "mismatch"}
-    assert set(SWARM) <= known
-    report = simulate(8, 3000, swarm=True)
-    survived(report)
+def test_every_name_that_a_swarm_turns_off_means_something() -> None:
+    fields = {field.name for field in dataclasses.fields(Faults)}
+    weather = {"loss", "double", "straggle"}
+    assert set(SWARM) <= {*OPERATIONS, *fields, *weather, "id_reuse", "mismatch"}
 
 
-FIELDS = {
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_swarm_phase_turned_off_does_not_strike(seed: int) -> None:
+    run = Run(Setting(seed=seed, ranks=2, producers=2, consumers=2, blocks=16, swarm=True))
+    assert run.do(Operation(name=PHASE, seed=seed))
+    rng = Random(seed)
+    for _ in range(150):
+        assert run.do(next_operation(run.chaos, rng)), run.error
+    off = run.chaos.off
+    assert 0 < len(off) < len(SWARM)
+    struck = {name for name, fault in STRIKES.items() if run.world.struck[fault]}
+    assert not struck & off
+
+
+STRIKES = {
     "loss": Fault.NOTICE_LOST,
     "double": Fault.NOTICE_DOUBLED,
     "straggle": Fault.NOTICE_DELAYED,
-    "slow_slices": Fault.SLICE_SLOW,
+    "partition": Fault.PARTITION,
+    "partition_one_way": Fault.PARTITION_ONE_WAY,
+    "pause": Fault.PAUSED,
+    "shut_down": Fault.SHUT_DOWN,
     "write_fails": Fault.SLICE_FAILED,
-    "post_fails": Fault.POST_FAILED,
-    "poll_fails": Fault.POLL_FAILED,
     "refuses": Fault.NOTICE_REFUSED,
     "meeting_slow": Fault.MEETING_SLOW,
-    "meeting_fails": Fault.MEETING_FAILED,
-    "incompatible": Fault.MEETING_INCOMPATIBLE,
+    "preempt_prefill": Fault.PREFILL_PREEMPTED,
+    "id_reuse": Fault.ID_REUSED,
+    "mismatch": Fault.MISMATCH,
+    "stale_engine_id": Fault.ENGINE_ID_STALE,
 }
 
 # -- broken rules, which the simulator must find ---------------------------------------------------
@@ -128,82 +149,129 @@ def gives_back_while_draining(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(consumer_actions, "_end", end_once)
 
 
+def replace_action(
+    patch: pytest.MonkeyPatch, old: Callable[..., None], new: Callable[..., None]
+) -> None:
+    """The consumer's table with one action replaced."""
+    table = consumer_table.TABLE
+    rows = tuple(
+        dataclasses.replace(row, action=new if row.action is old else row.action)
+        for row in table.rows
+    )
+    assert rows != table.rows
+    patch.setattr(consumer_table, "TABLE", dataclasses.replace(table, rows=rows))
+
+
 def fences_for_no_time(patch: pytest.MonkeyPatch) -> None:
     """A lost producer is trusted to have stopped at once."""
-    lose = consumer_actions.lose_and_fence
 
     def lose_at_once(record: ConsumerRecord, event: Any, turn: Turn) -> None:
-        lose(record, event, turn)
+        consumer_actions.lose_and_fence(record, event, turn)
         turn.arm((consumer_actions.NAME, record.request_id), 1e-3)
 
-    fence = next(r for r in engine.consumer_table.ROWS if r.action is lose)
-    monkeyed = engine.consumer_table.TABLE
-    rows = tuple(
-        type(fence)(
-            trigger=r.trigger,
-            sources=r.sources,
-            dest=r.dest,
-            action=lose_at_once if r.action is lose else r.action,
-            guard=r.guard,
-            why=r.why,
-        )
-        for r in monkeyed.rows
-    )
-    table = type(monkeyed)(
-        name=monkeyed.name,
-        initial=monkeyed.initial,
-        states=monkeyed.states,
-        terminal=monkeyed.terminal,
-        rows=rows,
-        impossible=monkeyed.impossible,
-    )
-    patch.setattr(engine.consumer_table, "TABLE", table)
+    replace_action(patch, consumer_actions.lose_and_fence, lose_at_once)
 
 
-def accepts_stale_registrations(patch: pytest.MonkeyPatch) -> None:
-    """What was settled is forgotten: a late duplicate is as good as a new registration."""
-    name = classify.registration
+def releases_while_draining(patch: pytest.MonkeyPatch) -> None:
+    """vLLM gets a prefill's blocks back when its write is told to stop, not when it has ended."""
+    stop, unpin = producer_steps.stop, Ledger.unpin
 
-    def anything_goes(record: Any, sender: Any, register: Any, floor: int) -> str:
-        said = name(record, sender, register, floor)
-        known = record.registration
-        return "registered" if said == "registered_stale" and known is None else said
+    def stop_and_release(record: ProducerRecord, turn: Turn, reason: Any) -> None:
+        stop(record, turn, reason)
+        assert record.request_id is not None
+        turn.effects.append(ReportSent(request_id=record.request_id))
 
-    patch.setattr(classify, "registration", anything_goes)
+    def close(record: ProducerRecord, turn: Turn) -> None:
+        turn.ledger.close_write(record.transfer_id)
+        if record.state == "draining":
+            assert record.request_id is not None
+            unpin(turn.ledger, record.request_id)
+        else:
+            producer_steps.release(record, record.request_id, turn)
+
+    patch.setattr(producer_steps, "stop", stop_and_release)
+    patch.setattr(producer_steps, "close", close)
 
 
-def never_loses_anybody(patch: pytest.MonkeyPatch) -> None:
-    """Silence means nothing; a cancel that is not answered is sent for ever."""
-    patch.setattr(peer, "_silent", lambda record, event, turn: [])
-    lose = consumer_actions.lose_silent
+def waits_for_ever_for_a_cancelled_rank(patch: pytest.MonkeyPatch) -> None:
+    """Silence means nothing: whoever does not answer a cancel is asked again and again."""
 
-    def wait_on(record: ConsumerRecord, event: Any, turn: Turn) -> None:
+    def ask_on(record: ConsumerRecord, event: Any, turn: Turn) -> None:
         turn.arm((consumer_actions.NAME, record.request_id), turn.timings.cancel_deadline_s)
 
-    assert lose
-    patch.setattr(consumer_actions, "lose_silent", wait_on)
+    patch.setattr(peer, "_silent", lambda record, event, turn: [])
+    replace_action(patch, consumer_actions.lose_silent, ask_on)
 
 
 MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = [
     (writes_whatever_the_lease, {"S2", "S7"}),
-    (counts_dones, {"S6", "S2"}),
+    (counts_dones, {"S2", "S6", "L1"}),
     (gives_back_while_draining, {"S1", "S2", "S7"}),
     (fences_for_no_time, {"S1", "S2", "S7"}),
-    (accepts_stale_registrations, {"S1", "S2", "S7"}),
+    (releases_while_draining, {"S3"}),
+    (waits_for_ever_for_a_cancelled_rank, {"L1"}),
 ]
 
 
 @pytest.mark.parametrize(("mutant", "broken"), MUTANTS, ids=lambda m: getattr(m, "__name__", ""))
-def test_a_broken_rule_is_found(
+def test_a_broken_rule_is_found_and_its_transcript_is_short(
     mutant: Callable[[pytest.MonkeyPatch], None], broken: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant(monkeypatch)
-    for seed, swarm in ((1, False), (2, True), (3, True), (4, False)):
-        report = simulate(seed, MUTANT_STEPS, swarm=swarm)
-        if report.violation is not None:
-            print(seed, report.steps, report.violation.invariant, report.violation.said)
-            print(len(report.violation.operations), report.violation.found_in, report.violation.runs)
-            print(report.violation.transcript)
-            assert report.violation.invariant in broken
+    for seed, swarm in SEEDS_FOR_MUTANTS:
+        violation = simulate(seed, MUTANT_STEPS, swarm=swarm).violation
+        if violation is not None:
+            assert violation.invariant in broken, violation.said
+            assert len(violation.operations) <= min(violation.found_in, 40)
+            again = Run(violation.setting).do_all(violation.operations)
+            assert str(again.error) == violation.said
+            assert "* " in violation.transcript
             return
     pytest.fail("nothing was found")
+
+
+# -- shrinking and the command ---------------------------------------------------------------------
+
+
+def test_an_exception_is_named_by_its_invariant() -> None:
+    assert invariant_of(InvariantBrokenError("S2: given back")) == "S2"
+    assert invariant_of(LocalProtocolError("S5: c1 given back twice")) == "S5"
+    assert invariant_of(LocalProtocolError("peer: expired in met: no guard held")) == "T2"
+    said = 'peer: heard in unmet: "Can\'t trigger event heard from state unmet!"'
+    assert invariant_of(LocalProtocolError(said)) == "T1"
+    assert invariant_of(KeyError("x")) == "KeyError"
+
+
+def test_the_command_tells_what_happened_and_ends_with_0() -> None:
+    ran = CliRunner().invoke(app, ["simulate", "--seed", "1", "--steps", "3000"])
+    assert ran.exit_code == 0
+    assert "seed 1: 3," in ran.stdout
+    assert "no invariant was broken" in ran.stdout
+    assert "rows taken" in ran.stdout
+    assert all(fault.value[:20] in ran.stdout for fault in Fault)
+    assert "of 3,000 steps" in ran.stderr
+
+
+def test_the_command_tells_the_seed_and_a_transcript_and_ends_with_1(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gives_back_while_draining(monkeypatch)
+    ran = CliRunner().invoke(app, ["simulate", "--seed", "1", "--steps", "60000"])
+    assert ran.exit_code == 1
+    assert "is broken, seed 1" in ran.stdout
+    assert "C0: consumer" in ran.stdout
+    ran = CliRunner().invoke(app, ["simulate", "--seed", "1", "--steps", "60000", "--json"])
+    assert ran.exit_code == 1
+    told = json.loads(ran.stdout)
+    assert (told["seed"], told["violation"]["invariant"]) == (1, "S2")
+    assert told["violation"]["transcript"]
+
+
+def test_a_seed_that_nobody_named_is_told() -> None:
+    ran = CliRunner().invoke(app, ["simulate", "--steps", "200", "--swarm", "--json"])
+    assert ran.exit_code == 0
+    told = json.loads(ran.stdout)
+    assert told["violation"] is None
+    assert sum(each["count"] for each in told["outcomes"]) > 0
+    assert len(told["faults"]) == len(Fault) >= 20
+    assert f"seed {told['seed']}:" in ran.stderr

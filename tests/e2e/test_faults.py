@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from kvflow.demo.requests import Client, Completion, Dispatch, Naming
+from kvflow.demo.requests import Completion, Dispatch, Naming
 
 from .bursts import (
     BIG,
@@ -23,8 +23,10 @@ from .bursts import (
     TOKENS_EXPECTED,
     Clients,
     burst,
+    complete,
     in_the_middle,
     run,
+    take_all_blocks,
     tell_ends,
 )
 from .trio import (
@@ -123,7 +125,7 @@ def test_a_producer_killed_before_it_writes_fails_its_loads_in_time(healed: Trio
         await trio.assert_serve_alone(clients[FAILS], CONSUMERS, ONE)
         await a_load_from_nobody_ends(trio, clients)
 
-        # Loads go on failing while the producer is away, so the consumers back off from it.
+        # Loads go on failing while the producer is away, so the consumer backs off from it.
         trying = asyncio.create_task(try_until_cancelled(clients))
         await trio.restart(trio.settings(PRODUCER))
         trying.cancel()
@@ -151,8 +153,7 @@ async def a_load_from_nobody_ends(trio: Trio, clients: Clients) -> None:
 
 async def try_until_cancelled(clients: Clients) -> None:
     while True:
-        legs = [clients[name].decode_leg(SMALL[0], Naming.by_transfer_id()) for name in CONSUMERS]
-        await asyncio.gather(*legs)
+        await clients[FAILS].decode_leg(SMALL[0], Naming.by_transfer_id())
 
 
 def test_a_producer_killed_amid_ten_transfers_fails_those_that_it_owes(healed: Trio) -> None:
@@ -252,8 +253,37 @@ def test_a_pause_amid_transfers_makes_no_token_wrong(
     run(trio, work)
 
 
-async def complete(client: Client, trio: Trio, name: str, prompt: Prompt) -> Completion:
-    return await client.complete(trio.engines[name].url, prompt, tokens=TOKENS_EXPECTED)
+@pytest.mark.xfail(reason="slice_max_s is an assumption, and a stopped process breaks it")
+def test_a_producer_stopped_within_a_write_changes_no_later_request(healed: Trio) -> None:
+    """Its blocks are somebody else's when it wakes, and the slice it was copying is not done."""
+    trio = healed
+
+    async def work(clients: Clients) -> None:
+        for _ in range(8):
+            trio.mark()
+            sent = trio.send(clients[FAILS], FAILS, LONG[0])
+            await until(
+                lambda id_=sent.transfer_id: trio.traces.reached(PRODUCER, id_, "transferring"),
+                within_s=60,
+                what="the write",
+            )
+            trio.signal(PRODUCER, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(0.3)
+                is_over = trio.traces.reached(FAILS, sent.transfer_id, "received")
+                others = [] if is_over else await take_all_blocks(trio, clients[FAILS], sent)
+            finally:
+                trio.signal(PRODUCER, signal.SIGCONT)
+            await sent.exchange
+            answers = [await other for _, other in others]
+            await trio.assert_empty(LEASE_S + 3, *trio.engines)
+            if others:
+                break
+        assert others, "each time the write was over before the producer stopped"
+        for (prompt, _), answer in zip(others, answers, strict=True):
+            trio.assert_right(prompt, answer, TOKENS_EXPECTED)
+
+    run(trio, work)
 
 
 # -- clients that go, ids that collide -----------------------------------------------------------
@@ -267,14 +297,14 @@ def test_of_two_hundred_requests_half_are_cut_and_the_others_are_right(healed: T
     async def one(clients: Clients, number: int, is_cut: bool) -> str:
         name = CONSUMERS[number % 2]
         prompt, dispatch = source.choice(SMALL), source.choice(list(Dispatch))
-        after_s, legs = source.expovariate(2.0), source.choice(["both", "decode"])
+        after_s = source.expovariate(1 / 0.15)
         async with limit:
             sent = trio.send(clients[name], name, prompt, dispatch=dispatch)
             if not is_cut:
                 await sent.exchange
                 trio.assert_right(prompt, sent.decode)
                 return "whole"
-            return await cut(clients[name], sent, after_s, legs == "both")
+            return await cut(trio, sent, after_s)
 
     async def work(clients: Clients) -> None:
         which = [True] * 100 + [False] * 100
@@ -289,14 +319,16 @@ def test_of_two_hundred_requests_half_are_cut_and_the_others_are_right(healed: T
     run(trio, work)
 
 
-async def cut(client: Client, sent: Sent, after_s: float, both: bool) -> str:
-    """The client goes away at some moment; returns what had been answered by then."""
+async def cut(trio: Trio, sent: Sent, after_s: float) -> str:
+    """The client goes away at some moment, and its router says so; returns how far it had come."""
     await asyncio.wait([sent.exchange], timeout=after_s)
     if sent.exchange.done():
         return "answered before the cut"
+    last = [trio.traces.last(name, sent.transfer_id) for name in (PRODUCER, sent.consumer)]
     sent.exchange.cancel()
     await asyncio.gather(sent.exchange, return_exceptions=True)
-    return "cut"
+    await trio.release(sent)
+    return "cut while {}, {}".format(*(step.dest if step else "unknown" for step in last))
 
 
 def test_one_request_id_for_two_prompts_gives_neither_the_others_tokens(healed: Trio) -> None:

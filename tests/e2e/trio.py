@@ -36,6 +36,8 @@ from kvflow.demo.requests import (
     Naming,
 )
 from kvflow.demo.traces import TRACE_SUFFIX
+from kvflow.ids import Address, TransferId
+from kvflow.io import side_channel
 
 PRODUCER, FAILS, RECOMPUTES = "producer", "fails", "recomputes"
 LEASE_S = 10.0
@@ -281,6 +283,12 @@ class Trio:
             began=time.monotonic(),
             exchange=asyncio.create_task(exchange),
         )
+
+    async def release(self, sent: Sent) -> None:
+        """What a router does when its client went away, or a prefill leg was refused."""
+        endpoints = self.endpoints(sent.consumer)
+        address = Address(endpoints.side_channel_host, endpoints.side_channel_port)
+        await side_channel.release(address, TransferId(sent.transfer_id), LOSS_S)
 
     # -- judgement ---------------------------------------------------------------------------------
 

@@ -13,8 +13,9 @@ import numpy as np
 from kvflow.core import Reason, Timings
 from kvflow.core import events as ev
 from kvflow.errors import TransportError
-from kvflow.ids import Address, Rank, RequestId, TransferId
+from kvflow.ids import ATTEMPT_STRIDE, Address, Rank, RequestId, TransferId
 from kvflow.io.coordinates import Identity
+from kvflow.io.seal import Seal
 from kvflow.io.side_channel import SideChannel
 from kvflow.io.transfer_loop import TransferLoop
 from kvflow.settings import Settings
@@ -76,7 +77,13 @@ class Worker:
     """One engine with one worker: as a producer it listens, as a consumer it loads."""
 
     def __init__(
-        self, name: str, network: MemoryNetwork, *, seed: int, settings: Settings = FAST
+        self,
+        name: str,
+        network: MemoryNetwork,
+        *,
+        seed: int,
+        settings: Settings = FAST,
+        seal: Seal | None = None,
     ) -> None:
         self.name = name
         self.memory = Memory(seed=seed)
@@ -88,12 +95,17 @@ class Worker:
         self._network = network
         self._attempt = 0
         self.loop = TransferLoop(
-            settings=settings, make_port=self._make_port, observer=self.notes, name=name
+            settings=settings,
+            make_port=self._make_port,
+            observer=self.notes,
+            seal=seal,
+            name=name,
         )
         self.side_channel = SideChannel(
             engine_id=name,
             refused=lambda kind, detail: self.notes.refused(kind, detail),
             connections_max=16,
+            seal=seal or Seal(),
         )
         self.open()
         self.address = self.side_channel.listen(Address(HERE, 0))
@@ -165,14 +177,14 @@ class Worker:
         self.loop.submit([event])
 
     def load(self, transfer: str, producer: Address, blocks: list[int]) -> None:
-        self._attempt += 1
+        self._attempt += ATTEMPT_STRIDE
         self.loop.submit([allocated(transfer, producer, blocks, attempt=self._attempt)])
 
     def abort_load(self, transfer: str) -> None:
         self.loop.submit([ev.LoadAborted(request_id=load_of(transfer))])
 
     def release(self, transfer: str, producer: Address) -> None:
-        self._attempt += 1
+        self._attempt += ATTEMPT_STRIDE
         event = ev.ReleaseWanted(
             transfer_id=TransferId(transfer),
             request_id=load_of(transfer),

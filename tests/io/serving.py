@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 
 import uvloop
 
-from kvflow.ids import Address
+from kvflow.ids import Address, TransferId
+from kvflow.io.seal import Seal
 from kvflow.io.side_channel import SideChannelServer, meet
 from kvflow.wire import codec
 from kvflow.wire import messages as m
@@ -17,6 +18,7 @@ HERE = "127.0.0.1"
 WAIT_S = 30.0
 HELLO = identity(Memory(seed=1), "engine").hello("engine/agent", b"metadata")
 REQUEST = codec.encode(m.MeetRequest(engine_id="asker"))
+RELEASE = codec.encode(m.ReleaseRequest(transfer_id="t"))
 
 
 def run(coroutine: Coroutine[object, object, None]) -> None:
@@ -45,6 +47,7 @@ class Served:
         self.address = address
         self.server = server
         self.refused: list[tuple[str, str]] = []
+        self.released: list[TransferId] = []
 
     async def meet(self) -> m.MeetReply:
         return await meet(self.address, "asker", WAIT_S)
@@ -56,22 +59,45 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serving(
-    connections_max: int = 100, ranks: tuple[m.Hello, ...] = (HELLO,)
+    connections_max: int = 100, ranks: tuple[m.Hello, ...] = (HELLO,), seal: Seal | None = None
 ) -> AsyncIterator[Served]:
     reply = m.MeetReply(engine_id="engine", incarnation="first", ranks=ranks)
     refused: list[tuple[str, str]] = []
+    released: list[TransferId] = []
     server = SideChannelServer(
         reply=lambda: reply,
         refused=lambda kind, detail: refused.append((kind, detail)),
         connections_max=connections_max,
+        release=released.append,
+        seal=seal or Seal(),
     )
     served = Served(await server.start(Address(HERE, 0)), server)
-    served.refused = refused
+    served.refused, served.released = refused, released
     try:
         yield served
     finally:
         await server.close()
         await served.is_idle()
+
+
+@contextlib.asynccontextmanager
+async def answering(data: bytes, *, end: bool) -> AsyncIterator[Address]:
+    """A server that says `data`, and then nothing, or the end."""
+    writers: list[asyncio.StreamWriter] = []
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        writer.write(data)
+        if end:
+            writer.close()
+
+    server = await asyncio.start_server(answer, HERE, 0)
+    try:
+        yield Address(HERE, server.sockets[0].getsockname()[1])
+    finally:
+        server.close()
+        for writer in writers:
+            writer.close()
 
 
 def framed(payload: bytes) -> bytes:

@@ -12,6 +12,7 @@ from kvflow.errors import KVFlowError
 from kvflow.ids import Address, AgentName, Rank, RequestId, TransferId, new_incarnation
 from kvflow.io.coordinates import Identity
 from kvflow.io.driver import Driver
+from kvflow.io.seal import Seal
 from kvflow.layout import Facts, Region
 from kvflow.settings import Settings
 from kvflow.testing.port import MemoryNetwork, MemoryPort
@@ -23,6 +24,9 @@ BLOCKS = 32
 BLOCK_BYTES = 256
 GAP_BYTES = 64
 BLOCK_TOKENS = 16
+SOURCE = [3, 4, 5, 9, 1, 20]
+DESTINATION = [0, 7, 8, 2, 31, 12]
+PAIRS = list(zip(SOURCE, DESTINATION, strict=True))
 FACTS = Facts(
     model="tiny layers=2",
     kv_dtype="torch.bfloat16",
@@ -154,6 +158,7 @@ class Side:
         settings: Settings | None = None,
         rank: Rank = Rank(0, 0),
         facts: Facts = FACTS,
+        seal: Seal | None = None,
     ) -> None:
         self.address = Address(name, 5600)
         self.memory = memory or Memory(seed=len(name))
@@ -171,6 +176,7 @@ class Side:
             start_meeting=self.meetings.append,
             results=self.reports,
             observer=self.notes,
+            seal=seal,
         )
 
     @property
@@ -250,9 +256,22 @@ class Pair:
             )
         )
 
-    def load(self, transfer: str, blocks: list[int], attempt: int = 1, skip: int = 0) -> None:
+    def load(self, transfer: str, blocks: list[int], attempt: int = 16, skip: int = 0) -> None:
         event = allocated(transfer, self.producer.address, blocks, attempt=attempt, skip=skip)
         self.consumer.driver.take(event)
+
+    def attempts_written(self) -> list[int]:
+        """The attempt of each WRITE that the producer has begun, in order."""
+        moves = self.producer.notes.moves
+        return [moved.attempt for moved in moves if moved.dest == "transferring"]
+
+    def moves_another(self) -> None:
+        """Whatever happened to others: the next transfer comes."""
+        before = len(self.consumer.reports.received_ids)
+        self.finish_prefill("next", SOURCE)
+        self.load("next", DESTINATION, attempt=160)
+        self.turn_until_quiet()
+        assert self.consumer.reports.received_ids[before:] == [(load_of("next"), None)]
 
     def is_clean(self) -> bool:
         """Nothing reserved, pinned, posted, or waiting to be sent."""
@@ -260,6 +279,21 @@ class Pair:
             side.driver.engine.ledger.empty and not side.driver._writes and not side.port.posts
             for side in self.sides
         )
+
+
+def prefill_first(pair: Pair, transfer: str) -> None:
+    pair.start_prefill(transfer)
+    pair.finish_prefill(transfer, SOURCE)
+    pair.turn_times(3)
+    pair.load(transfer, DESTINATION)
+
+
+def registration_first(pair: Pair, transfer: str) -> None:
+    pair.load(transfer, DESTINATION)
+    pair.turn_times(3)
+    pair.start_prefill(transfer)
+    pair.turn_times(3)
+    pair.finish_prefill(transfer, SOURCE)
 
 
 def prefill_of(transfer: str) -> RequestId:
@@ -271,7 +305,7 @@ def load_of(transfer: str) -> RequestId:
 
 
 def allocated(
-    transfer: str, address: Address, blocks: list[int], *, attempt: int = 1, skip: int = 0
+    transfer: str, address: Address, blocks: list[int], *, attempt: int = 16, skip: int = 0
 ) -> ev.BlocksAllocated:
     return ev.BlocksAllocated(
         transfer_id=TransferId(transfer),

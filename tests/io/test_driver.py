@@ -15,27 +15,19 @@ from kvflow.io.port import PostState
 from kvflow.settings import Settings
 from kvflow.wire import messages as m
 
-from .sides import Pair, Side, load_of, prefill_of
+from .sides import (
+    DESTINATION,
+    PAIRS,
+    SOURCE,
+    Pair,
+    Side,
+    load_of,
+    prefill_first,
+    prefill_of,
+    registration_first,
+)
 
-SOURCE = [3, 4, 5, 9, 1, 20]
-DESTINATION = [0, 7, 8, 2, 31, 12]
-PAIRS = list(zip(SOURCE, DESTINATION, strict=True))
 MakeSide = Callable[..., Side]
-
-
-def prefill_first(pair: Pair, transfer: str) -> None:
-    pair.start_prefill(transfer)
-    pair.finish_prefill(transfer, SOURCE)
-    pair.turn_times(3)
-    pair.load(transfer, DESTINATION)
-
-
-def registration_first(pair: Pair, transfer: str) -> None:
-    pair.load(transfer, DESTINATION)
-    pair.turn_times(3)
-    pair.start_prefill(transfer)
-    pair.turn_times(3)
-    pair.finish_prefill(transfer, SOURCE)
 
 
 def writing(pair: Pair, transfer: str = "t") -> None:
@@ -92,11 +84,11 @@ def test_many_transfers_interleave_without_mixing(pair: Pair) -> None:
     for block, to in pairs:
         name = f"t{block}"
         if block % 2:
-            pair.load(name, [to], attempt=block + 1)
+            pair.load(name, [to], attempt=16 * (block + 1))
             pair.finish_prefill(name, [block])
         else:
             pair.finish_prefill(name, [block])
-            pair.load(name, [to], attempt=block + 1)
+            pair.load(name, [to], attempt=16 * (block + 1))
     pair.turn_until_quiet()
     assert sorted(pair.consumer.reports.received_ids) == sorted(
         (load_of(f"t{block}"), None) for block in range(32)
@@ -109,7 +101,7 @@ def test_more_notices_than_a_frame_may_hold_leave_in_several(
 ) -> None:
     monkeypatch.setattr(m, "NOTICES_PER_FRAME_MAX", 3)
     for block in range(10):
-        pair.load(f"t{block}", [block], attempt=block + 1)
+        pair.load(f"t{block}", [block], attempt=16 * (block + 1))
     sent_before = pair.consumer.port.counts.sent
     pair.turn()
     assert pair.consumer.port.counts.sent - sent_before >= 4
@@ -189,20 +181,6 @@ def test_s2_a_write_pauses_while_the_consumer_is_silent_and_does_not_spin(pair: 
 # -- faults of the port --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["posts_refused", "writes_failing", "polls_raising"])
-def test_a_write_that_fails_is_told_to_both_sides(pair: Pair, fault: str) -> None:
-    setattr(pair.producer.port.faults, fault, 1)
-    prefill_first(pair, "t")
-    pair.turn_until_quiet()
-    assert pair.consumer.reports.received_ids == [(load_of("t"), Reason.WRITE_FAILED)]
-    assert pair.producer.reports.sent_ids == [prefill_of("t")]
-    assert pair.is_clean()
-    pair.finish_prefill("next", SOURCE)
-    pair.load("next", DESTINATION, attempt=2)
-    pair.turn_until_quiet()
-    assert pair.consumer.reports.received_ids[1:] == [(load_of("next"), None)]
-
-
 def test_s3_a_failing_write_is_answered_only_when_its_other_slices_have_ended(pair: Pair) -> None:
     writing(pair)
     pair.turn()
@@ -212,9 +190,11 @@ def test_s3_a_failing_write_is_answered_only_when_its_other_slices_have_ended(pa
     pair.turn_times(5)
     assert pair.producer.reports.sent_ids == []
     assert pair.producer.state("producer", "t") == "transferring"
+    assert pair.producer.driver.engine.records.producers["t"].attempt == 16
     let_land(pair)
     pair.turn_until_quiet()
-    assert pair.consumer.reports.received_ids == [(load_of("t"), Reason.WRITE_FAILED)]
+    assert pair.attempts_written() == [16, 17]
+    assert pair.consumer.reports.received_ids == [(load_of("t"), None)]
 
 
 def test_a_peer_that_cannot_be_sent_to_is_lost_and_met_again(pair: Pair) -> None:
@@ -224,7 +204,7 @@ def test_a_peer_that_cannot_be_sent_to_is_lost_and_met_again(pair: Pair) -> None
     pair.turn_until_quiet()
     assert pair.consumer.reports.received_ids == [(load_of("t"), Reason.PEER_LOST)]
     pair.finish_prefill("again", SOURCE)
-    pair.load("again", DESTINATION, attempt=2)
+    pair.load("again", DESTINATION, attempt=32)
     pair.turn_until_quiet()
     assert pair.consumer.reports.received_ids[1:] == [(load_of("again"), None)]
 
@@ -252,10 +232,11 @@ def test_s3_a_dropped_peer_is_answered_for_only_when_its_slices_have_ended(pair:
     assert pair.consumer.agent not in pair.producer.port.peers
     posts = pair.producer.port.counts.posts
     pair.turn_times(5)
-    assert pair.producer.reports.sent_ids == []
+    assert pair.producer.port.counts.posts == posts
+    assert pair.attempts_written() == [16]
     let_land(pair)
     pair.turn_until_quiet()
-    assert pair.producer.port.counts.posts == posts
+    assert pair.attempts_written() == [16, 17]
     assert pair.producer.reports.sent_ids == [prefill_of("t")]
     assert pair.is_clean()
 
@@ -332,10 +313,7 @@ def test_a_bug_in_a_write_fails_that_write(pair: Pair, monkeypatch: pytest.Monke
         prefill_first(pair, "t")
         pair.turn_until_quiet()
     assert pair.consumer.reports.received_ids == [(load_of("t"), Reason.WRITE_FAILED)]
-    pair.finish_prefill("next", SOURCE)
-    pair.load("next", DESTINATION, attempt=2)
-    pair.turn_until_quiet()
-    assert pair.consumer.reports.received_ids[1:] == [(load_of("next"), None)]
+    pair.moves_another()
 
 
 # -- ends ----------------------------------------------------------------------------------------
@@ -344,7 +322,7 @@ def test_a_bug_in_a_write_fails_that_write(pair: Pair, monkeypatch: pytest.Monke
 def test_drop_everybody_ends_every_transfer_once(pair: Pair) -> None:
     prefill_first(pair, "t")
     pair.finish_prefill("other", [1])
-    pair.load("other", [1], attempt=2)
+    pair.load("other", [1], attempt=32)
     pair.consumer.driver.met(pair.producer.address, pair.producer.reply())
     pair.consumer.meetings.clear()
     assert pair.consumer.state("consumer", "load-other") == "registering"
@@ -360,7 +338,7 @@ def test_drop_everybody_ends_every_transfer_once(pair: Pair) -> None:
 
 def test_what_vllm_waits_for_is_reported_when_the_driver_is_abandoned(pair: Pair) -> None:
     writing(pair)
-    pair.load("waiting", [1], attempt=2)
+    pair.load("waiting", [1], attempt=32)
     for side in pair.sides:
         side.port.close()
         side.driver.abandon()
@@ -375,7 +353,7 @@ def test_what_vllm_waits_for_is_reported_when_the_driver_is_abandoned(pair: Pair
 def test_after_all_is_over_and_forgotten_nothing_is_left(pair: Pair, transfers: int) -> None:
     for number in range(transfers):
         pair.finish_prefill(f"t{number}", [number])
-        pair.load(f"t{number}", [number], attempt=number + 1)
+        pair.load(f"t{number}", [number], attempt=16 * (number + 1))
     pair.turn_until_quiet()
     pair.clock.now += Timings().tombstone_s + 1
     pair.turn_times(3)

@@ -1,4 +1,4 @@
-"""The driver and peers that it must refuse: bad frames, false names, incompatible engines."""
+"""The driver and its peers: whom it refuses, who introduces itself, and who was quiet."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,10 @@ import pytest
 from kvflow.core import Reason
 from kvflow.core.notices import Accepted, Cancel, Done, Register
 from kvflow.core.reasons import Standing
-from kvflow.ids import AgentName, Rank, TransferId
+from kvflow.core.timings import Timings
+from kvflow.ids import Address, AgentName, Rank, TransferId
+from kvflow.settings import Settings
+from kvflow.testing.port import MemoryNetwork
 from kvflow.wire import codec
 from kvflow.wire import messages as m
 
@@ -249,7 +252,7 @@ def test_a_late_answer_of_a_dropped_producer_does_not_count_as_acquaintance(pair
     pair.consumer.driver.look()
     sent = hellos_sent(pair, pair.consumer)
     pair.clock.now += 1
-    pair.load("next", [9], attempt=2)
+    pair.load("next", [9], attempt=32)
     pair.turn_times(30)
     assert sent
     assert sent[0]
@@ -263,3 +266,128 @@ def test_a_cancel_of_an_unknown_transfer_is_answered(pair: Pair) -> None:
     ((_, payload),) = pair.consumer.port.receive()
     ((answer,), _) = codec.decode_frame(payload)
     assert answer.reason is Reason.CANCELLED
+
+
+# -- quiet peers ---------------------------------------------------------------------------------
+
+
+def used_and_quiet(pair: Pair) -> None:
+    pair.moves_another()
+    pair.clock.now += pair.producer.driver.engine.timings.verify_after_s
+
+
+def test_a_quiet_producer_that_is_the_same_is_used_without_being_dropped(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used_and_quiet(pair)
+    removed: list[AgentName] = []
+    monkeypatch.setattr(pair.consumer.port, "remove_peer", removed.append)
+    pair.load("t", DESTINATION, attempt=32)
+    assert pair.consumer.meetings == [pair.producer.address]
+    pair.finish_prefill("t", SOURCE)
+    pair.turn_until_quiet()
+    assert pair.consumer.reports.received_ids[1:] == [(load_of("t"), None)]
+    assert removed == []
+
+
+def test_a_producer_restarted_while_quiet_is_used_at_once_and_the_old_one_dropped(
+    pair: Pair, make_side: MakeSide, network: MemoryNetwork
+) -> None:
+    network.dead_are_silent = True
+    used_and_quiet(pair)
+    old = pair.producer
+    old.port.close()
+    again = Pair(make_side("producer"), pair.consumer, pair.clock)
+    again.finish_prefill("t", SOURCE)
+    again.load("t", DESTINATION, attempt=32)
+    again.turn_times(10)
+    assert pair.consumer.reports.received_ids[1:] == [(load_of("t"), None)]
+    assert set(pair.consumer.port.peers) == {again.producer.agent}
+    assert set(pair.consumer.driver._remotes) == {again.producer.agent}
+
+
+def test_a_producer_that_died_while_quiet_is_dropped_and_fails_the_load_by_the_deadline(
+    pair: Pair,
+) -> None:
+    used_and_quiet(pair)
+    pair.load("t", DESTINATION, attempt=32)
+    pair.producer.address = Address("nobody", 1)
+    pair.turn()
+    assert not pair.consumer.port.peers
+    pair.turn_until_quiet()
+    assert pair.consumer.reports.received_ids[1:] == [(load_of("t"), Reason.UNREACHABLE)]
+    assert not pair.consumer.notes.failures
+
+
+def test_a_consumer_introduces_itself_again_when_the_producer_was_quiet(pair: Pair) -> None:
+    pair.moves_another()
+    sent = hellos_sent(pair, pair.consumer)
+    pair.clock.now += 1.9 * Timings().renew_interval_s
+    pair.load("soon", DESTINATION, attempt=176)
+    pair.finish_prefill("soon", SOURCE)
+    pair.turn_until_quiet()
+    assert sent
+    assert not any(sent)
+    pair.clock.now += 2 * Timings().renew_interval_s
+    pair.load("later", DESTINATION, attempt=192)
+    assert sent[-1]
+
+
+def test_a_producer_that_forgot_its_consumer_learns_it_again_from_a_resend(pair: Pair) -> None:
+    pair.load("t", DESTINATION)
+    pair.turn_times(3)
+    assert pair.consumer.state("consumer", load_of("t")) == "registered"
+    pair.producer.driver.drop_everybody("a test")
+    assert not pair.producer.driver.engine.records.workers
+    pair.load("next", [9], attempt=32)
+    pair.turn()
+    assert pair.producer.notes.ignored_kinds["unknown_sender"] == 1
+    pair.finish_prefill("next", [9])
+    pair.turn_until_quiet()
+    assert pair.consumer.agent in pair.producer.port.peers
+    assert dict(pair.consumer.reports.received_ids)[load_of("next")] is None
+
+
+# -- limits --------------------------------------------------------------------------------------
+
+
+def test_one_consumer_more_than_may_be_is_not_taken_in_and_the_others_go_on(
+    make_side: MakeSide, clock: Clock
+) -> None:
+    two = Settings(timings=Timings(peers_max=2))
+    producer = make_side("producer", settings=two)
+    taken = [Pair(producer, make_side(name), clock) for name in ("one", "two")]
+    beyond = Pair(producer, make_side("three"), clock)
+    for number, pair in enumerate(taken):
+        pair.load(f"t{number}", DESTINATION)
+        pair.turn_times(3)
+    beyond.load("beyond", DESTINATION)
+    beyond.turn_times(3)
+    assert producer.notes.ignored_kinds["peer_beyond_limit"] == 1
+    assert set(producer.port.peers) == {pair.consumer.agent for pair in taken}
+    for number, pair in enumerate(taken):
+        pair.finish_prefill(f"t{number}", SOURCE)
+        pair.turn_times(10)
+        assert pair.consumer.reports.received_ids == [(load_of(f"t{number}"), None)]
+    beyond.turn_until_quiet()
+    assert beyond.consumer.reports.received_ids == [(load_of("beyond"), Reason.PEER_LOST)]
+    assert not producer.notes.failures
+
+
+def test_one_registration_more_than_may_be_kept_is_refused_and_counted(
+    make_side: MakeSide, clock: Clock
+) -> None:
+    one = Settings(timings=Timings(held_max=1))
+    pair = Pair(make_side("producer", settings=one), make_side("consumer"), clock)
+    pair.start_prefill("known")
+    for number, name in enumerate(("beyond-1", "known", "beyond-2", "beyond-3"), 1):
+        pair.load(name, [number], attempt=16 * number)
+    pair.turn_times(3)
+    refused = dict(pair.consumer.reports.received_ids)
+    assert refused == dict.fromkeys(map(load_of, ("beyond-2", "beyond-3")), Reason.CAPACITY)
+    assert pair.producer.notes.ignored_kinds == {"registration_beyond_limit": 2}
+    for name in ("known", "beyond-1"):
+        pair.finish_prefill(name, [5])
+    pair.turn_until_quiet()
+    received = dict(pair.consumer.reports.received_ids)
+    assert received[load_of("known")] is received[load_of("beyond-1")] is None

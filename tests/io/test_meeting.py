@@ -1,9 +1,5 @@
 """Asking a side channel against whoever answers, and a side channel on a thread of its own."""
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator
-
 import pytest
 import uvloop
 
@@ -15,28 +11,7 @@ from kvflow.io.side_channel import SideChannel, SideChannelServer, meet
 from kvflow.wire import codec
 from kvflow.wire import messages as m
 
-from .serving import HELLO, HERE, REQUEST, WAIT_S, framed, run, serving
-
-
-@contextlib.asynccontextmanager
-async def answering(data: bytes, *, end: bool) -> AsyncIterator[Address]:
-    """A server that says `data`, and then nothing, or the end."""
-    writers: list[asyncio.StreamWriter] = []
-
-    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers.append(writer)
-        writer.write(data)
-        if end:
-            writer.close()
-
-    server = await asyncio.start_server(answer, HERE, 0)
-    try:
-        yield Address(HERE, server.sockets[0].getsockname()[1])
-    finally:
-        server.close()
-        for writer in writers:
-            writer.close()
-
+from .serving import HELLO, HERE, RELEASE, REQUEST, WAIT_S, answering, framed, run, serving
 
 ANSWERS: dict[str, tuple[bytes, type[KVFlowError]]] = {
     "end": (b"", TransportError),
@@ -46,6 +21,8 @@ ANSWERS: dict[str, tuple[bytes, type[KVFlowError]]] = {
     "empty": (bytes(4), RemoteProtocolError),
     "noise": (framed(b"\x01\xc1\xc1"), RemoteProtocolError),
     "another": (framed(REQUEST), RemoteProtocolError),
+    "released": (framed(codec.encode(m.Released(transfer_id="t"))), RemoteProtocolError),
+    "release": (framed(RELEASE), RemoteProtocolError),
     "refusal": (framed(codec.encode(m.Refusal(detail="not you"))), RemoteProtocolError),
     "notice": (
         framed(

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,6 +65,10 @@ HOSTILE = {
     "just_too_long": (4097).to_bytes(4, "big") + bytes(4097),
     "wrong_version": framed(b"\x02" + REQUEST[1:]),
     "another_message": framed(codec.encode(HELLO)),
+    "release_of_nothing": framed(b"\x01" + msgspec.msgpack.encode({"type": "release"})),
+    "release_with_spaces": framed(codec.encode(m.ReleaseRequest(transfer_id="a b"))),
+    "release_too_long": framed(codec.encode(m.ReleaseRequest(transfer_id="x" * 257))),
+    "released": framed(codec.encode(m.Released(transfer_id="t"))),
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "pickle": framed(b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00\x8c\x01a\x94."),
     "deep": framed(b"\x01" + b"\x91" * 4000),
@@ -80,6 +85,7 @@ def test_hostile_bytes_are_refused_and_the_next_request_is_answered(kind: str) -
                     codec.decode_reply(answer[4:])
             await served.is_idle()
             assert len(served.refused) == 1
+            assert served.released == []
             assert (await served.meet()).engine_id == "engine"
 
     run(check())

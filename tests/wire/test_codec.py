@@ -126,7 +126,10 @@ def test_notices_of_a_frame_arrive_in_order(notices: list[n.Notice], hello: m.He
 
 def test_the_side_channels_messages_arrive_as_they_were_sent() -> None:
     request = m.MeetRequest(engine_id="engine")
-    assert codec.decode_request(codec.encode(request)) == request
+    release, released = m.ReleaseRequest(transfer_id="t"), m.Released(transfer_id="t")
+    for asked in (request, release):
+        assert codec.decode_request(codec.encode(asked)) == asked
+    assert codec.decode_reply(codec.encode(released)) == released
     assert codec.decode_reply(codec.encode(REPLY)) == REPLY
     assert codec.decode_hello(codec.encode(HELLO)) == HELLO
     with pytest.raises(RemoteProtocolError, match="refused: because"):
@@ -236,6 +239,23 @@ def test_coordinates_past_their_limits_are_refused(field: str, values: list[Any]
             codec.decode_frame(codec.encode(m.Frame(notices=(), hello=hello)))
 
 
+@pytest.mark.parametrize("given", NOT_IDS)
+def test_a_release_names_a_transfer_id(given: object) -> None:
+    with pytest.raises(RemoteProtocolError):
+        codec.decode_request(codec.encode(m.ReleaseRequest(transfer_id=given)))
+    with pytest.raises(RemoteProtocolError):
+        codec.decode_reply(codec.encode(m.Released(transfer_id=given)))
+
+
+def test_a_question_is_no_answer_and_an_answer_no_question() -> None:
+    for question in (m.MeetRequest(engine_id="e"), m.ReleaseRequest(transfer_id="t")):
+        with pytest.raises(RemoteProtocolError):
+            codec.decode_reply(codec.encode(question))
+    for answer in (REPLY, m.Released(transfer_id="t"), m.Refusal(detail="no")):
+        with pytest.raises(RemoteProtocolError):
+            codec.decode_request(codec.encode(answer))
+
+
 def test_metadata_may_be_large_but_not_larger(monkeypatch: pytest.MonkeyPatch) -> None:
     most = m.AGENT_METADATA_BYTES_MAX
     codec.decode_hello(codec.encode(with_fields(HELLO, metadata=bytes(most))))
@@ -267,6 +287,8 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "hello": (codec.decode_hello, codec.encode(HELLO)),
     "request": (codec.decode_request, codec.encode(m.MeetRequest(engine_id="engine"))),
     "reply": (codec.decode_reply, codec.encode(REPLY)),
+    "release": (codec.decode_request, codec.encode(m.ReleaseRequest(transfer_id="t"))),
+    "released": (codec.decode_reply, codec.encode(m.Released(transfer_id="t"))),
 }
 
 
@@ -295,8 +317,6 @@ def test_unknown_missing_and_trailing_things_are_refused(name: str) -> None:
     changes += [{key: value for key, value in content.items() if key != gone} for gone in content]
     if name == "frame":
         changes.remove({"notices": content["notices"]})  # the coordinates may be left out
-    if name == "request":
-        changes.remove({"engine_id": content["engine_id"]})  # there is but one kind of request
     for changed in changes:
         with pytest.raises(RemoteProtocolError):
             decode(good[:1] + msgspec.msgpack.encode(changed))

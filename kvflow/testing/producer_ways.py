@@ -1,0 +1,180 @@
+"""Ways and events of the producer's machine; `kvflow.testing.ways` explains them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from kvflow.core import events as ev
+from kvflow.core.notices import Notice
+from kvflow.ids import AgentName, TransferId
+from kvflow.testing import bench as b
+from kvflow.testing.bench import C1, C2, Bench, T
+
+Script = Callable[[Bench], object]
+
+
+def until_due(bench: Bench) -> None:
+    """Exactly the next deadline."""
+    at = bench.engine.next_deadline()
+    assert at is not None
+    bench.wait(at - bench.now)
+
+
+def until_over(bench: Bench) -> None:
+    """Long enough for each deadline of a transfer, one after the other."""
+    bench.wait(700.0)
+
+
+def takes(*events: ev.Event) -> Script:
+    return lambda bench: bench.take(*events)
+
+
+def hears(sender: AgentName, *notices: Notice) -> Script:
+    return lambda bench: bench.hear(sender, *notices)
+
+
+def write_failed(attempt: int) -> ev.WriteFailed:
+    return ev.WriteFailed(transfer_id=T, attempt=attempt, detail="EIO")
+
+
+def p_unknown(bench: Bench) -> None:
+    bench.introduce()
+
+
+def p_allocated(bench: Bench) -> None:
+    p_unknown(bench)
+    bench.take(b.started())
+
+
+def p_held(bench: Bench) -> None:
+    p_unknown(bench)
+    bench.hear(C1, b.register())
+
+
+def p_registered(bench: Bench) -> None:
+    p_held(bench)
+    bench.take(b.started())
+
+
+def p_preempted(bench: Bench) -> None:
+    p_allocated(bench)
+    bench.take(b.preempted())
+
+
+def p_prefilled(bench: Bench) -> None:
+    p_allocated(bench)
+    bench.take(b.finished())
+
+
+def p_transferring(bench: Bench) -> None:
+    p_prefilled(bench)
+    bench.hear(C1, b.register())
+
+
+def p_transferring_again(bench: Bench) -> None:
+    """The first WRITE failed, and the consumer has registered once more."""
+    p_transferring(bench)
+    bench.take(write_failed(5))
+    bench.hear(C1, b.register(6))
+
+
+def p_draining(bench: Bench) -> None:
+    p_transferring(bench)
+    bench.hear(C1, b.cancel())
+
+
+def p_sent(bench: Bench) -> None:
+    p_transferring(bench)
+    bench.take(b.written())
+
+
+def p_failed(bench: Bench) -> None:
+    p_allocated(bench)
+    bench.take(b.aborted())
+
+
+def p_failed_registered(bench: Bench) -> None:
+    p_registered(bench)
+    bench.take(b.aborted())
+
+
+def p_failed_ambiguous(bench: Bench) -> None:
+    p_allocated(bench)
+    bench.take(b.started("rival"))
+
+
+def p_reused(bench: Bench) -> None:
+    """The id is used again: by the prefill `r`, after another's transfer was cancelled."""
+    p_unknown(bench)
+    bench.take(b.started("before"))
+    bench.hear(C1, b.register(), b.cancel())
+    bench.take(b.started())
+
+
+def p_reused_preempted(bench: Bench) -> None:
+    p_reused(bench)
+    bench.take(b.preempted())
+
+
+def p_reused_prefilled(bench: Bench) -> None:
+    p_reused(bench)
+    bench.take(b.finished())
+
+
+def p_floor(bench: Bench) -> None:
+    """An attempt 5 of another transfer was settled here, and forgotten."""
+    p_unknown(bench)
+    bench.hear(C1, b.register(of=TransferId("before")), b.cancel(of=TransferId("before")))
+    bench.wait(bench.engine.timings.tombstone_s + 1)
+
+
+PRODUCER_WAYS: dict[str, list[Script]] = {
+    "unknown": [p_unknown, p_floor],
+    "allocated": [p_allocated, p_reused],
+    "held": [p_held],
+    "registered": [p_registered],
+    "preempted": [p_preempted, p_reused_preempted],
+    "prefilled": [p_prefilled, p_reused_prefilled],
+    "transferring": [p_transferring, p_transferring_again],
+    "draining": [p_draining],
+    "sent": [p_sent],
+    "failed": [p_failed, p_failed_registered, p_failed_ambiguous],
+}
+
+
+def lose_consumer(bench: Bench) -> None:
+    bench.take(ev.NoticeFailed(agent=C1, detail="no such agent"))
+
+
+def register_beyond(bench: Bench) -> None:
+    """One registration for an unknown id may be kept, and is; then comes this one."""
+    bench.engine.timings = replace(bench.engine.timings, held_max=1)
+    bench.hear(C2, b.register(of=TransferId("another")))
+    bench.hear(C1, b.register(6))
+
+
+TOO_MANY = ((4, 5, 6, 7),)
+PRODUCER_EVENTS: dict[str, list[Script]] = {
+    "prefill_started": [takes(b.started())],
+    "prefill_finished": [takes(b.finished()), takes(b.finished(blocks=((1, 2),)))],
+    "prefill_aborted": [takes(b.aborted())],
+    "prefill_preempted": [takes(b.preempted())],
+    "rival_started": [takes(b.started("rival"))],
+    "rival_finished": [takes(b.finished("rival"))],
+    "rival_ended": [takes(b.aborted("rival")), takes(b.preempted("rival"))],
+    "registered": [hears(C1, b.register(6)), hears(C1, b.register(6, blocks=TOO_MANY))],
+    "registered_again": [hears(C1, b.register())],
+    "registered_anew": [hears(C1, b.register(6))],
+    "registered_stale": [hears(C1, b.register(4)), hears(C1, b.register(0))],
+    "registered_rival": [hears(C2, b.register())],
+    "cancel_asked": [hears(C1, b.cancel(6))],
+    "cancel_stale": [hears(C1, b.cancel(4))],
+    "release_asked": [takes(ev.ReleaseAsked(transfer_id=T))],
+    "registered_beyond": [register_beyond],
+    "renewed": [hears(C1, b.renew())],
+    "write_done": [takes(b.written())],
+    "write_failed": [takes(write_failed(5)), takes(write_failed(6))],
+    "write_stopped": [takes(ev.WriteStopped(transfer_id=T, attempt=5))],
+    "peer_lost": [lose_consumer],
+    "expired": [until_over],
+    "closing": [takes(ev.Closing())],
+}
