@@ -21,6 +21,10 @@ class TransportError(KVFlowError):
     """The network, or NIXL below us, did not do what was asked."""
 
 
+class PeerDeadError(TransportError):
+    """The library says that the peer's process is gone, not merely silent."""
+
+
 class IncompatiblePeersError(KVFlowError):
     """Two engines that cannot exchange KV: names the field and both sides' values."""
 

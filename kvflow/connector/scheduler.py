@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from kvflow.connector import params as p
 from kvflow.connector.metadata import NewHellos, StepEvents, WorkerHello
+from kvflow.connector.worker import loops_here
 from kvflow.core.events import (
     BlocksAllocated,
     Event,
@@ -78,7 +79,7 @@ class SchedulerHalf:
         self._released: deque[TransferId] = deque()
         self._side_channel = SideChannel(
             engine_id=engine_id,
-            release=self._released.append,
+            release=self._release_asked,
             seal=seal or Seal(),
             refused=lambda kind, detail: self._log.warning(f"refused {kind}", detail=detail),
             connections_max=settings.side_channel_connections_max,
@@ -93,6 +94,17 @@ class SchedulerHalf:
         self._side_channel.introduce({Rank(*rank): h.payload for rank, h in hellos.items()})
         self.address = self._side_channel.listen(self.address)
         self._log.info("side channel listens", address=self.address)
+
+    def _release_asked(self, transfer_id: TransferId) -> None:
+        """A router gives a transfer up; in the side channel's thread.
+
+        An idle engine makes no step, so a worker in this process is told directly.
+        """
+        loop = loops_here.get(self._engine_id)
+        if loop is not None:
+            loop.submit([ReleaseAsked(transfer_id=transfer_id)])
+        else:
+            self._released.append(transfer_id)
 
     def close(self) -> None:
         """Stop listening. Idempotent."""

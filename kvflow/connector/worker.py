@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+loops_here: dict[str, TransferLoop] = {}
+"""By engine id: the loops of workers that live in this process, as vLLM's do with one rank."""
+
+
 class WorkerHalf:
     """One worker's transfers."""
 
@@ -53,6 +57,7 @@ class WorkerHalf:
             observer=Watch(from_environment(engine_id, self._rank), **fields),
             name=f"kvflow-{self._rank}",
         )
+        loops_here[engine_id] = self.loop
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -82,6 +87,7 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Tell the peers, deregister, end the thread. Idempotent."""
+        loops_here.pop(self._engine_id, None)
         self.loop.close()
 
     def _open(self) -> bytes:

@@ -57,12 +57,14 @@ class FromRank:
     standing: Standing | None = None
     reason: Reason | None = None
     prefill: str = ""
+    is_dead: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class ConsumerRecord(Record):
     """One load.
 
+    fence_s   how long blocks are kept after the last rank was lost; longer if one may still live.
     agents    the expected producer ranks, by name; empty until the producer was met.
     answered  ranks that have said anything of this attempt.
     blind     ranks whose registration could not name a time until which they may write, since
@@ -84,6 +86,7 @@ class ConsumerRecord(Record):
     tokens: int = 0
     born: float = 0.0
     retries: int = 0
+    fence_s: float = 0.0
     agents: dict[Rank, AgentName] = field(default_factory=dict)
     answered: set[Rank] = field(default_factory=set)
     blind: set[Rank] = field(default_factory=set)

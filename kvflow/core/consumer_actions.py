@@ -27,6 +27,7 @@ def _start(record: C, event: BlocksAllocated | LoadRefused | ReleaseWanted, turn
     record.attempt = event.attempt
     record.born = turn.now
     record.retries = 0
+    record.fence_s = 0.0
     record.reason = None
     record.detail = ""
     record.blocks = ()
@@ -178,17 +179,25 @@ def note_settled(record: C, event: FromRank, turn: Turn) -> None:
     _settle(record, event.rank, Outcome.FAILED)
 
 
-def lose(record: C, event: FromRank, turn: Turn) -> None:
+def _lose(record: C, event: FromRank, turn: Turn) -> None:
+    """A process that is only silent may be stopped in the middle of a slice, and go on later."""
     record.outcomes[event.rank] = Outcome.LOST
+    timings = turn.timings
+    fence_s = timings.fence_s if event.is_dead else timings.fence_silent_s
+    record.fence_s = max(record.fence_s, fence_s)
+
+
+def lose(record: C, event: FromRank, turn: Turn) -> None:
+    _lose(record, event, turn)
     _give_up(record, turn, record.reason or Reason.PEER_LOST)
 
 
 def lose_and_fence(record: C, event: FromRank, turn: Turn) -> None:
     """What may still write has been torn down: wait until it must have stopped."""
-    record.outcomes[event.rank] = Outcome.LOST
+    _lose(record, event, turn)
     record.reason = record.reason or Reason.PEER_LOST
     turn.deadlines.cancel(_resend_key(record))
-    turn.arm(_deadline_key(record), turn.timings.fence_s)
+    turn.arm(_deadline_key(record), record.fence_s)
 
 
 # -- actions: what ranks say ---------------------------------------------------------------------

@@ -213,7 +213,8 @@ class Engine:
     # -- events of the network -------------------------------------------------------------------
 
     def _notice_failed(self, event: ev.NoticeFailed, turn: Turn) -> None:
-        turn.follow_ups.append(PeerGone(agent=event.agent, detail=event.detail))
+        gone = PeerGone(agent=event.agent, detail=event.detail, is_dead=event.is_dead)
+        turn.follow_ups.append(gone)
 
     def _introduced(self, event: ev.PeerIntroduced, turn: Turn) -> None:
         known = event.agent in self.records.workers
@@ -330,17 +331,21 @@ class Engine:
                 continue
             agents = list(record.agents.values())
             for agent in agents:
-                self._tell_lost(record, agent, turn)
+                self._tell_lost(record, agent, gone.is_dead, turn)
             self.records.fire_peer(record, "gone", gone, turn)
 
     def _tell_replaced(
         self, record: PeerRecord, agents: Mapping[Rank, AgentName], turn: Turn
     ) -> None:
-        """Of an engine that was asked again who it is: the transfers of workers that are gone."""
-        for agent in sorted(set(record.agents.values()) - set(agents.values())):
-            self._tell_lost(record, agent, turn)
+        """Of an engine that was asked again who it is: the transfers of workers that are gone.
 
-    def _tell_lost(self, record: PeerRecord, agent: AgentName, turn: Turn) -> None:
+        Where others listen at its address, the old process has ended; where nobody does, it may be
+        stopped, or cut off.
+        """
+        for agent in sorted(set(record.agents.values()) - set(agents.values())):
+            self._tell_lost(record, agent, bool(agents), turn)
+
+    def _tell_lost(self, record: PeerRecord, agent: AgentName, is_dead: bool, turn: Turn) -> None:
         """Every transfer that depends on this agent."""
         for key in sorted(record.using):
             if record.address is None:
@@ -348,7 +353,7 @@ class Engine:
                     self.records.producers[TransferId(key)], "peer_lost", None, turn
                 )
             else:
-                word = said(record, agent)
+                word = said(record, agent, is_dead=is_dead)
                 load = self.records.consumers[RequestId(key)]
                 self.records.fire_consumer(load, "peer_lost", word, turn)
 

@@ -122,10 +122,14 @@ class NoticeReceived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoticeFailed:
-    """A notice could not be handed to the transfer library."""
+    """A notice could not be handed to the transfer library.
+
+    is_dead  the library says that the peer's process is gone: nothing of it can write any more.
+    """
 
     agent: AgentName
     detail: str
+    is_dead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,6 +144,7 @@ def said(
     standing: Standing | None = None,
     reason: Reason | None = None,
     prefill: str = "",
+    is_dead: bool = False,
 ) -> FromRank:
     rank = next(rank for rank, name in record.agents.items() if name == agent)
-    return FromRank(rank=rank, standing=standing, reason=reason, prefill=prefill)
+    return FromRank(rank=rank, standing=standing, reason=reason, prefill=prefill, is_dead=is_dead)

@@ -26,7 +26,10 @@ class Timings:
     cancel_resend_s    an unanswered cancel is sent again after this.
     cancel_deadline_s  a cancel unanswered for so long makes the silent peer a lost one.
     stop_deadline_s    so does a write that the producer has been stopping for so long.
-    fence_s            after a peer was torn down, blocks it might write are kept so long.
+    fence_s            after a peer's process is known to be gone, blocks it might have been writing
+                       are kept so long.
+    fence_silent_s     the same after a peer that is only silent: it may be stopped amid a
+                       slice, and finish it when it goes on.
     renew_interval_s   time between two renewals to one peer.
     renew_misses_max   a rank silent for so many intervals, while something is awaited, is lost.
     retries_max        a load whose WRITE failed is registered again so often (0 to 15).
@@ -48,7 +51,7 @@ class Timings:
     lease_s: float = 30.0
     write_lease_s: float = 1.0
     slice_max_s: float = 0.4
-    hold_max_s: float = 120.0
+    hold_max_s: float = 30.0
     prefill_max_s: float = 600.0
     load_deadline_s: float = 300.0
     meet_deadline_s: float = 5.0
@@ -57,6 +60,7 @@ class Timings:
     cancel_deadline_s: float = 3.0
     stop_deadline_s: float = 15.0
     fence_s: float = 1.5
+    fence_silent_s: float = 10.0
     renew_interval_s: float = 0.25
     renew_misses_max: int = 12
     retries_max: int = 1
@@ -82,6 +86,7 @@ class Timings:
             raise ConfigurationError("retries_max", self.retries_max, f"0 to {ATTEMPT_STRIDE - 1}")
         quiet_s = self.write_lease_s + self.slice_max_s
         self._at_least("fence_s", quiet_s, "write_lease_s + slice_max_s")
+        self._at_least("fence_silent_s", self.fence_s, "fence_s")
         self._at_least("write_lease_s", 2 * self.renew_interval_s, "2 * renew_interval_s")
         self._at_least("lease_s", self.write_lease_s, "write_lease_s")
         self._at_least("tombstone_s", 2 * self.fence_s, "2 * fence_s")
@@ -90,8 +95,8 @@ class Timings:
 
     @property
     def loss_report_s(self) -> float:
-        """At most so long after a producer's death its loads are reported failed."""
-        return (self.renew_misses_max + 1) * self.renew_interval_s + self.fence_s
+        """At most so long after a producer fell silent its loads are reported failed."""
+        return (self.renew_misses_max + 1) * self.renew_interval_s + self.fence_silent_s
 
     def _at_least(self, key: str, least: float, named: str) -> None:
         if getattr(self, key) < least:

@@ -53,6 +53,7 @@ class PeerGone:
 
     agent: AgentName
     detail: str
+    is_dead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,7 @@ from kvflow.core.notices import FROM_CONSUMER, Blocks, Notice
 from kvflow.errors import (
     IncompatiblePeersError,
     KVFlowError,
+    PeerDeadError,
     RemoteProtocolError,
     TransportError,
 )
@@ -347,7 +348,9 @@ class Driver:
             try:
                 self._send(agent, notices)
             except TransportError as error:
-                self._turn(ev.NoticeFailed(agent=agent, detail=str(error)))
+                is_dead = isinstance(error, PeerDeadError)
+                failed = ev.NoticeFailed(agent=agent, detail=str(error), is_dead=is_dead)
+                self._turn(failed)
             except Exception as error:
                 self._observer.failed(f"notices to {agent}", error)
 

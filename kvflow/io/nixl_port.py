@@ -42,7 +42,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.errors import TransportError
+from kvflow.errors import PeerDeadError, TransportError
 from kvflow.ids import AgentName
 from kvflow.io.port import PostState
 from kvflow.layout import Int64s, Region, Runs
@@ -331,7 +331,8 @@ def _rows(address: Int64s, length: Int64s, device: int) -> Int64s:
 
 
 def _transport_error(doing: str, error: Exception) -> TransportError:
-    return TransportError(f"{doing}: {error}")
+    gone = type(error).__name__ == "nixlRemoteDisconnectError"
+    return (PeerDeadError if gone else TransportError)(f"{doing}: {error}")
 
 
 def _nixl() -> tuple[Any, tuple[type[Exception], ...]]:

@@ -186,7 +186,7 @@ class World:
             how = Fault.NOTICE_TO_DEAD_REJECTED if rejected else Fault.NOTICE_TO_DEAD_LOST
             self.strike(how, frame)
             if rejected:
-                self._reject(sender, frame, "no such agent any more")
+                self._reject(sender, frame, "no such agent any more", is_dead=True)
         elif self._happens(self.faults.refuses):
             self.strike(Fault.NOTICE_REFUSED, frame)
             self._reject(sender, frame, "the transfer library reported an error")
@@ -195,8 +195,8 @@ class World:
             for delay_s in self.network.arrivals(frame):
                 self.later(delay_s, lambda: self._deliver(receiver, frame, serial))
 
-    def _reject(self, sender: Node, frame: Frame, detail: str) -> None:
-        failed = ev.NoticeFailed(agent=frame.receiver, detail=detail)
+    def _reject(self, sender: Node, frame: Frame, detail: str, *, is_dead: bool = False) -> None:
+        failed = ev.NoticeFailed(agent=frame.receiver, detail=detail, is_dead=is_dead)
         self.soon(lambda: sender.take(failed))
 
     def _deliver(self, receiver: Node, frame: Frame, serial: int) -> None:
@@ -345,7 +345,7 @@ class World:
         timings = self.timings
         self.advance(
             timings.load_deadline_s + timings.stop_deadline_s + 2 * timings.cancel_deadline_s
-            + timings.fence_s + timings.hold_max_s + timings.lease_s
+            + timings.fence_silent_s + timings.hold_max_s + timings.lease_s
         )  # fmt: skip
         for node in self.nodes.values():
             invariants.everything_ended(node)

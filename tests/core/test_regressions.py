@@ -97,6 +97,8 @@ def test_a_rank_that_says_that_it_is_stopping_is_not_lost_f2() -> None:
     for _ in range(round(timings.stop_deadline_s)):
         bench.hear(P0, b.accepted(Standing.STOPPING))
         bench.wait(1.0)
+    assert bench.consumed == "fencing"
+    bench.wait(timings.fence_silent_s)
     assert bench.consumed == "failed"
 
 

@@ -40,9 +40,10 @@ def test_an_abort_while_transferring_keeps_the_blocks_until_the_last_slice_lande
 
 
 def test_a_dead_producer_is_noticed_and_its_loads_failed_within_5_s_f1() -> None:
+    """The transfer library says so when the next renewal is sent."""
     world, producer, consumer = acquainted(ranks=2)
     _, load = both_legs(producer, consumer)
-    world.faults.rejects = 0.0
+    world.faults.rejects = 1.0
     producer.crash()
     died = world.now
     world.advance(5.0)
@@ -58,11 +59,42 @@ def test_a_dead_producer_is_noticed_and_its_loads_failed_within_5_s_f1() -> None
         1.001 P.0: producer t --registered--> registered
         1.001 P.1: producer t --registered--> registered
         1.002 C: consumer t --accepted--> registered
-        4.250 C: consumer t --peer_lost--> draining (peer_lost)
+        1.250 C: consumer t --peer_lost--> draining (peer_lost)
+        1.250 C: consumer t --peer_lost--> fencing (peer_lost)
+        1.250 C: peer P:5600 --gone--> backing_off
+        2.750 C: told vLLM that C.c4 failed (peer_lost)
+        2.750 C: consumer t --expired--> failed (peer_lost)
+        """,
+        since=1.0,
+        machines=ALL,
+    )
+    world.everything_ends()
+
+
+def test_a_producer_that_is_only_silent_gets_a_longer_fence_s2() -> None:
+    """It may be stopped in the middle of a slice, and finish it when it goes on."""
+    world, producer, consumer = acquainted()
+    _, load = both_legs(producer, consumer)
+    world.faults.rejects = 0.0
+    producer.crash()
+    died = world.now
+    world.advance(5.0)
+    assert load.state == "loading"
+    world.advance(world.timings.loss_report_s)
+    assert load.state == "failed"
+    assert max(at for at, _, _ in world.log) - died <= world.timings.loss_report_s
+    check(
+        world,
+        """
+        1.000 P: producer t --prefill_started--> allocated
+        1.000 C: consumer t --blocks_allocated--> allocated
+        1.000 C: consumer t --peer_met--> registering
+        1.001 P: producer t --registered--> registered
+        1.002 C: consumer t --accepted--> registered
         4.250 C: consumer t --peer_lost--> fencing (peer_lost)
         4.250 C: peer P:5600 --gone--> backing_off
-        5.750 C: told vLLM that C.c4 failed (peer_lost)
-        5.750 C: consumer t --expired--> failed (peer_lost)
+        14.250 C: told vLLM that C.c4 failed (peer_lost)
+        14.250 C: consumer t --expired--> failed (peer_lost)
         """,
         since=1.0,
         machines=ALL,
@@ -79,7 +111,7 @@ def test_a_restarted_producer_is_another_peer_f11() -> None:
     world.advance(4.0)
     prefill, _ = both_legs(producer, consumer, TransferId("next"))
     producer.finish(prefill)
-    world.advance(1.0)
+    world.advance(10.0)
     check(
         world,
         """
@@ -103,8 +135,8 @@ def test_a_restarted_producer_is_another_peer_f11() -> None:
         5.024 P#2: producer next --write_done--> sent
         5.025 C: told vLLM that C.c6 has its KV
         5.025 C: consumer next --done--> received
-        5.750 C: told vLLM that C.c4 failed (peer_lost)
-        5.750 C: consumer t --expired--> failed (peer_lost)
+        14.250 C: told vLLM that C.c4 failed (peer_lost)
+        14.250 C: consumer t --expired--> failed (peer_lost)
         """,
         since=1.0,
         machines=ALL,
@@ -178,9 +210,9 @@ def test_a_registration_without_a_prefill_expires_f1() -> None:
         1.000 C: consumer t --peer_met--> registering
         1.001 P: producer t --registered--> held
         1.002 C: consumer t --accepted--> registered
-        121.001 P: producer t --expired--> failed (expired)
-        121.002 C: told vLLM that C.c3 failed (expired)
-        121.002 C: consumer t --rank_failed--> failed (expired)
+        31.001 P: producer t --expired--> failed (expired)
+        31.002 C: told vLLM that C.c3 failed (expired)
+        31.002 C: consumer t --rank_failed--> failed (expired)
         """,
         since=1.0,
     )

@@ -36,8 +36,8 @@ def test_timings_under_which_safety_would_not_hold_are_refused_s2(
     assert raised.value.key == key
 
 
-def test_with_the_defaults_a_dead_producer_is_reported_within_5_s_f1() -> None:
-    assert Timings().loss_report_s < 5.0
+def test_with_the_defaults_a_silent_producer_is_reported_within_15_s_f1() -> None:
+    assert Timings().loss_report_s < 15.0
 
 
 @given(

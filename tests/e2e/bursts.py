@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from kvflow.demo.requests import Client, Completion, prompts
+from kvflow.demo.requests import Client, prompts
 
-from .trio import FAILS, LOSS_S, PRODUCER, RECOMPUTES, Prompt, Sent, Trio, kv_usage, note, until
+from .trio import FAILS, PRODUCER, RECOMPUTES, Sent, Trio, note, until
 
 CONSUMERS = (FAILS, RECOMPUTES)
 TOKENS_EXPECTED = 64
@@ -65,26 +65,3 @@ def tell_ends(trio: Trio, sent: list[Sent], since: float, at: float) -> dict[str
             f"{reported_s:.2f} s; {errors} errors; the last answer after {answered_s:.2f} s"
         )
     return latest
-
-
-async def take_all_blocks(
-    trio: Trio, client: Client, lost: Sent
-) -> list[tuple[Prompt, asyncio.Task[Completion]]]:
-    """Once a load has failed, requests that have nearly all blocks and still run."""
-    await until(
-        lambda: trio.traces.failure(FAILS, lost.transfer_id) is not None,
-        within_s=LOSS_S + trio.slack_s(),
-        what="the loss",
-    )
-    others = [
-        (prompt, asyncio.create_task(complete(client, trio, FAILS, prompt)))
-        for prompt in (*BIG[:9], LONG[1])
-    ]
-    while await asyncio.to_thread(kv_usage, trio.engines[FAILS].url) < 0.95:
-        assert not all(other.done() for _, other in others), "they did not run at once"
-        await asyncio.sleep(0.02)
-    return others
-
-
-async def complete(client: Client, trio: Trio, name: str, prompt: Prompt) -> Completion:
-    return await client.complete(trio.engines[name].url, prompt, tokens=TOKENS_EXPECTED)

@@ -15,7 +15,7 @@ from .trio import FAILS, LEASE_S, LOSS_S, PRODUCER, Prompt, Sent, Trio, note, un
 pytestmark = [pytest.mark.e2e, pytest.mark.nixl, pytest.mark.timeout(300)]
 
 HOLD_S = 6.0
-"""Instead of the default of 120 s."""
+"""Instead of the default of 30 s."""
 PROMPTS = prompts(16, shortest=900, longest=900, seed=21)
 """29 blocks each, of 99."""
 REFUSED = prompts(1, shortest=1500, longest=1500, seed=22)[0]

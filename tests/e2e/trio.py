@@ -43,7 +43,7 @@ PRODUCER, FAILS, RECOMPUTES = "producer", "fails", "recomputes"
 LEASE_S = 10.0
 """Instead of the default of 30 s, which would only make tests wait."""
 LOSS_S = 5.0
-"""A lost producer is reported within 4.75 s with default settings; the rest is vLLM's step."""
+"""A dead producer's loads are reported within this, with default settings."""
 SLOW_S = 1.0
 """What vLLM's own steps may add to a bound."""
 DRAIN_S = 12.0

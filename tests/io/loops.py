@@ -38,6 +38,7 @@ FAST = Settings(
         cancel_deadline_s=0.5,
         stop_deadline_s=1.0,
         fence_s=0.4,
+        fence_silent_s=0.4,
         renew_interval_s=0.05,
         renew_misses_max=6,
         backoff_first_s=0.02,
