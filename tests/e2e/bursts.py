@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from kvflow.demo.requests import Client, prompts
+from kvflow.demo.requests import Client, Completion, prompts
 
-from .trio import FAILS, PRODUCER, RECOMPUTES, Sent, Trio, note, until
+from .trio import FAILS, PRODUCER, RECOMPUTES, Prompt, Sent, Trio, note, until
 
 CONSUMERS = (FAILS, RECOMPUTES)
 TOKENS_EXPECTED = 64
@@ -65,3 +65,7 @@ def tell_ends(trio: Trio, sent: list[Sent], since: float, at: float) -> dict[str
             f"{reported_s:.2f} s; {errors} errors; the last answer after {answered_s:.2f} s"
         )
     return latest
+
+
+async def complete(client: Client, trio: Trio, name: str, prompt: Prompt) -> Completion:
+    return await client.complete(trio.engines[name].url, prompt, tokens=TOKENS_EXPECTED)
