@@ -282,7 +282,7 @@ class Driver:
                 self._post(effect)
             case StopWrite():
                 for write in self._writes:
-                    if write.order.transfer_id == effect.transfer_id:
+                    if write.order.part == effect.part:
                         write.stopped = True
             case ReportSent():
                 self._results.sent(effect.request_id)
@@ -312,7 +312,7 @@ class Driver:
             blocks = list(zip(_ids(order.source), _ids(order.destination), strict=True))
             planned = plan(self.identity.regions, self._remotes[order.agent], blocks)
         except Exception as error:
-            self._observer.failed(f"plan of {order.transfer_id}", error)
+            self._observer.failed(f"plan of {order.part}", error)
             write.failure = f"no plan: {error!r}"
             write.final = True
         else:
@@ -330,7 +330,7 @@ class Driver:
             try:
                 answer = write.advance(self._port, may_post, self._settings.posts_in_flight_max)
             except Exception as error:
-                self._observer.failed(f"write of {write.order.transfer_id}", error)
+                self._observer.failed(f"write of {write.order.part}", error)
                 write.failure = write.failure or repr(error)
                 continue
             if answer is not None:
@@ -339,7 +339,7 @@ class Driver:
 
     def _may_write(self, write: Write) -> bool:
         order = write.order
-        return self.engine.may_write(order.transfer_id, order.attempt, self._clock())
+        return self.engine.may_write(order.part, order.attempt, self._clock())
 
     def _flush(self) -> None:
         """Send what the turn has collected; a peer that cannot be sent to is lost."""

@@ -49,7 +49,7 @@ class Register(_Message, frozen=True, tag="register"):
     transfer_id: TransferIdText
     attempt: Attempt
     blocks: Annotated[tuple[BlockIds, ...], msgspec.Meta(max_length=GROUPS_MAX)]
-    skip: Annotated[tuple[Count, ...], msgspec.Meta(max_length=GROUPS_MAX)]
+    starts: Annotated[tuple[Count, ...], msgspec.Meta(max_length=GROUPS_MAX)]
     tokens: Count
     lease_s: Seconds
     write_until_s: Clock | None

@@ -314,7 +314,7 @@ def allocated(
         address=address,
         engine_id=None,
         blocks=(tuple(blocks),),
-        skip=(skip,),
+        starts=(BLOCK_TOKENS * skip,),
         tokens=(skip + len(blocks)) * BLOCK_TOKENS,
     )
 

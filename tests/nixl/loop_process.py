@@ -119,7 +119,7 @@ class Engine:
             address=address,
             engine_id=None,
             blocks=(tuple(blocks),),
-            skip=(0,),
+            starts=(0,),
             tokens=len(blocks) * BLOCK_TOKENS,
         )
         self.loop.submit([event])
