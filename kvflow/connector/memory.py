@@ -58,7 +58,7 @@ def regions_of(caches: dict[str, torch.Tensor], config: KVCacheConfig) -> tuple[
                 f"contiguous pages of {page_bytes} bytes",
             )
         regions.append(
-            Region(
+            Region.pages(
                 layer=layer,
                 group=0,
                 base=cache.data_ptr(),
@@ -67,6 +67,7 @@ def regions_of(caches: dict[str, torch.Tensor], config: KVCacheConfig) -> tuple[
                 blocks=config.num_blocks,
                 memory="DRAM" if cache.device.type == "cpu" else "VRAM",
                 device=max(cache.get_device(), 0),
+                encoding=f"{cache.dtype} {tuple(cache.shape[1:])} {tuple(cache.stride()[1:])}",
             )
         )
     if not regions:

@@ -8,7 +8,7 @@ import msgspec
 
 from kvflow.errors import RemoteProtocolError
 from kvflow.ids import AgentName, Incarnation, Rank
-from kvflow.layout import Facts, Region, check_compatible
+from kvflow.layout import Facts, Plane, Region, check_compatible, check_pair
 from kvflow.wire import messages as m
 
 
@@ -40,9 +40,9 @@ class Identity:
 
         Raises `IncompatiblePeersError`, naming the field, or `RemoteProtocolError`.
         """
-        theirs = Facts(**msgspec.structs.asdict(hello.facts))
         regions = _regions_from_wire(hello.regions)
-        check_compatible(self.facts, self.regions, theirs, regions)
+        check_compatible(self.facts, Facts(**msgspec.structs.asdict(hello.facts)))
+        check_pair(self.regions, regions)
         return regions
 
 
@@ -51,11 +51,23 @@ def rank_of(hello: m.Hello) -> Rank:
 
 
 def _regions_to_wire(regions: Iterable[Region]) -> tuple[m.Region, ...]:
-    return tuple(m.Region(**dataclasses.asdict(region)) for region in regions)
+    return tuple(_region_to_wire(region) for region in regions)
 
 
 def _regions_from_wire(regions: Iterable[m.Region]) -> tuple[Region, ...]:
     try:
-        return tuple(Region(**msgspec.structs.asdict(region)) for region in regions)
+        return tuple(_region_from_wire(region) for region in regions)
     except ValueError as error:
         raise RemoteProtocolError(f"region table: {error}") from error
+
+
+def _region_to_wire(region: Region) -> m.Region:
+    fields = dataclasses.asdict(region)
+    fields["planes"] = tuple(m.Plane(**plane) for plane in fields["planes"])
+    return m.Region(**fields)
+
+
+def _region_from_wire(region: m.Region) -> Region:
+    fields = msgspec.structs.asdict(region)
+    fields["planes"] = tuple(Plane(**msgspec.structs.asdict(plane)) for plane in region.planes)
+    return Region(**fields)

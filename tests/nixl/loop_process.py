@@ -157,7 +157,7 @@ class Engine:
 def regions_of(memory: np.ndarray) -> tuple[Region, ...]:
     layers, blocks, stride = memory.shape
     return tuple(
-        Region(
+        Region.pages(
             layer=f"layer.{layer}",
             group=0,
             base=memory[layer].ctypes.data,
