@@ -15,9 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvflow.connector.groups import groups_of, transferred
-from kvflow.connector.memory import check_supported
 from kvflow.connector.metadata import StepEvents, WorkerHello
 from kvflow.connector.scheduler import SchedulerHalf
+from kvflow.connector.supported import check_supported
 from kvflow.connector.worker import WorkerHalf
 from kvflow.io.seal import from_file
 from kvflow.settings import parse
