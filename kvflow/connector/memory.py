@@ -33,6 +33,11 @@ def check_supported(config: "VllmConfig", caches: KVCacheConfig) -> None:
         )
 
 
+def prompt_tokens_max(config: "VllmConfig") -> int:
+    """Tokens of the longest prompt that vLLM takes: room for one token of output is left."""
+    return int(config.model_config.max_model_len) - 1
+
+
 def regions_of(caches: dict[str, torch.Tensor], config: KVCacheConfig) -> tuple[Region, ...]:
     """One region per attention layer, in the order of their names.
 

@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvflow.connector.memory import facts_of, regions_of
+from kvflow.connector.memory import facts_of, prompt_tokens_max, regions_of
 from kvflow.connector.metadata import NewHellos, WorkerHello
 from kvflow.core.events import Event
 from kvflow.ids import AgentName, Rank, new_incarnation
@@ -98,6 +98,7 @@ class WorkerHalf:
             rank=self._rank,
             facts=facts_of(self._config, self._caches, self._kv_config),
             regions=regions,
+            prompt_tokens_max=prompt_tokens_max(self._config),
         )
         hello = self.loop.open(identity)
         self._log.info(

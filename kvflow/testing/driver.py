@@ -70,6 +70,8 @@ class Node:
     changed    something happened to its engine since it was last checked.
     skew_s, rate
                its clock shows `skew_s + rate * world.now`.
+    prompt_tokens_max
+               tokens of the longest prompt that its vLLM takes.
     memory     (block, rank) -> what it holds.
     reachable  agents whose coordinates it has.
     heard      agents that it has heard anything from.
@@ -91,9 +93,10 @@ class Node:
     changed: bool = False
     skew_s: float = 0.0
     rate: float = 1.0
+    prompt_tokens_max: int | None = None
 
     def __post_init__(self) -> None:
-        self.engine = Engine(self.timings)
+        self.engine = Engine(self.timings, self.prompt_tokens_max)
 
     @property
     def clock(self) -> float:

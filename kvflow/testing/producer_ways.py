@@ -97,6 +97,11 @@ def p_failed_registered(bench: Bench) -> None:
     bench.take(b.aborted())
 
 
+def p_failed_too_long(bench: Bench) -> None:
+    p_unknown(bench)
+    bench.hear(C1, b.register(tokens=b.TOKENS + 1))
+
+
 def p_failed_ambiguous(bench: Bench) -> None:
     p_allocated(bench)
     bench.take(b.started("rival"))
@@ -137,7 +142,7 @@ PRODUCER_WAYS: dict[str, list[Script]] = {
     "transferring": [p_transferring, p_transferring_again],
     "draining": [p_draining],
     "sent": [p_sent],
-    "failed": [p_failed, p_failed_registered, p_failed_ambiguous],
+    "failed": [p_failed, p_failed_registered, p_failed_too_long, p_failed_ambiguous],
 }
 
 
@@ -161,7 +166,11 @@ PRODUCER_EVENTS: dict[str, list[Script]] = {
     "rival_started": [takes(b.started("rival"))],
     "rival_finished": [takes(b.finished("rival"))],
     "rival_ended": [takes(b.aborted("rival")), takes(b.preempted("rival"))],
-    "registered": [hears(C1, b.register(6)), hears(C1, b.register(6, blocks=TOO_MANY))],
+    "registered": [
+        hears(C1, b.register(6)),
+        hears(C1, b.register(6, blocks=TOO_MANY)),
+        hears(C1, b.register(6, tokens=b.TOKENS + 1)),
+    ],
     "registered_again": [hears(C1, b.register())],
     "registered_anew": [hears(C1, b.register(6))],
     "registered_stale": [hears(C1, b.register(4)), hears(C1, b.register(0))],

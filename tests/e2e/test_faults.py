@@ -293,7 +293,7 @@ async def cut(trio: Trio, sent: Sent, after_s: float) -> str:
     last = [trio.traces.last(name, sent.transfer_id) for name in (PRODUCER, sent.consumer)]
     sent.exchange.cancel()
     await asyncio.gather(sent.exchange, return_exceptions=True)
-    await trio.release(sent)
+    await trio.release(sent.transfer_id)
     return "cut while {}, {}".format(*(step.dest if step else "unknown" for step in last))
 
 
