@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvflow.connector.memory import facts_of, regions_of
 from kvflow.connector.metadata import NewHellos, WorkerHello
-from kvflow.connector.supported import excluded_layers
+from kvflow.connector.supported import excluded_layers, prompt_tokens_max
 from kvflow.core.events import Event
 from kvflow.ids import AgentName, Rank, new_incarnation
 from kvflow.io.coordinates import Identity
@@ -99,6 +99,7 @@ class WorkerHalf:
             rank=self._rank,
             facts=facts_of(self._config, self._kv_config),
             regions=regions,
+            prompt_tokens_max=prompt_tokens_max(self._config),
         )
         hello = self.loop.open(identity)
         self._log.info(

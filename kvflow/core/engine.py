@@ -57,10 +57,16 @@ class Urgency(enum.Enum):
 
 
 class Engine:
-    """The state of all transfers of one worker."""
+    """The state of all transfers of one worker.
 
-    def __init__(self, timings: Timings | None = None) -> None:
+    prompt_tokens_max  tokens of the longest prompt that vLLM takes here; None: any.
+    """
+
+    def __init__(
+        self, timings: Timings | None = None, prompt_tokens_max: int | None = None
+    ) -> None:
         self.timings = timings or Timings()
+        self.prompt_tokens_max = prompt_tokens_max
         self.ledger = Ledger()
         self.records = Records()
         self._handlers: dict[type, Callable[[Any, Turn], None]] = {
@@ -151,6 +157,7 @@ class Engine:
             ledger=self.ledger,
             deadlines=self.records.deadlines,
             clocks=self.records.clocks,
+            prompt_tokens_max=self.prompt_tokens_max,
         )
 
     def _effects(self, turn: Turn) -> list[Effect]:

@@ -1,6 +1,7 @@
 """What a notice means: finds the record that it concerns and names the trigger to fire.
 
-Rules: a notice of an unknown sender changes nothing; whatever a known one says, it lives.
+Rules: a notice of an unknown sender changes nothing; whatever a known one says, it lives, unless
+it is a `Probe`, which says nothing.
 """
 
 from kvflow.core import classify, parts, producer
@@ -14,6 +15,7 @@ from kvflow.core.notices import (
     Cancel,
     Done,
     Failed,
+    Probe,
     Register,
     Renew,
 )
@@ -33,6 +35,9 @@ class Inbox:
 
     def take(self, event: ev.NoticeReceived, turn: Turn) -> None:
         notice, sender = event.notice, event.sender
+        if isinstance(notice, Probe):
+            turn.effects.append(Ignored(kind="probe", key=sender))
+            return
         from_consumer = isinstance(notice, FROM_CONSUMER)
         record = (self.records.workers if from_consumer else self.records.engine_of).get(sender)
         if record is None:

@@ -102,7 +102,16 @@ class Alive:
     clock_s: float
 
 
-Notice = Register | Accepted | Done | Failed | Cancel | Renew | Alive
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Producer rank -> silent consumer: nothing is said, and nothing is to be answered.
+
+    A transfer library notices that a process is gone when something is sent to it. It is no
+    answer, so a producer that can only be heard is lost to the consumer as if it were silent.
+    """
+
+
+Notice = Register | Accepted | Done | Failed | Cancel | Renew | Alive | Probe
 
 FROM_CONSUMER = (Register, Cancel, Renew)
 """What a consumer says to a producer; the others are answers."""

@@ -133,6 +133,16 @@ def registration_does_not_fit(record: P, event: RegisteredBy, turn: Turn) -> boo
     return not registration_fits(record, event, turn)
 
 
+def is_too_long(record: P, event: RegisteredBy, turn: Turn) -> bool:
+    """No prefill of this prompt will ever be known here: vLLM's API server refuses it."""
+    most = turn.prompt_tokens_max
+    return most is not None and event.register.tokens > most
+
+
+def is_not_too_long(record: P, event: RegisteredBy, turn: Turn) -> bool:
+    return not is_too_long(record, event, turn)
+
+
 def may_be_retried(record: P, event: WriteFailed, turn: Turn) -> bool:
     """Not at a shutdown: there will be no other attempt then."""
     wanted = not event.final and record.ends_by == math.inf

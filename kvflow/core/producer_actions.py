@@ -149,6 +149,12 @@ def refuse_mismatch(record: P, event: RegisteredBy, turn: Turn) -> None:
     step.end(record, turn, Reason.MISMATCH)
 
 
+def refuse_too_long(record: P, event: RegisteredBy, turn: Turn) -> None:
+    step.note(record, event, turn)
+    step.tell(record, turn, Reason.TOO_LONG)
+    step.end(record, turn, Reason.TOO_LONG)
+
+
 def refuse_failed(record: P, event: RegisteredBy, turn: Turn) -> None:
     reason = record.reason or Reason.EXPIRED
     step.refuse(record, turn, event.peer, event.register.attempt, reason)

@@ -99,7 +99,7 @@ class Driver:
         observer: Observer,
         seal: Seal | None = None,
     ) -> None:
-        self.engine = Engine(settings.timings)
+        self.engine = Engine(settings.timings, identity.prompt_tokens_max)
         self.identity = identity
         self._port = port
         self._settings = settings

@@ -30,13 +30,14 @@ P0, P1 = AgentName("p0"), AgentName("p1")
 C1, C2 = AgentName("c1"), AgentName("c2")
 BLOCKS: Blocks = ((4, 5, 6),)
 TOKENS = 48
+"""Also the longest prompt that the bench's vLLM takes."""
 
 
 class Bench:
     """One engine and its clock."""
 
     def __init__(self, timings: Timings | None = None) -> None:
-        self.engine = Engine(timings)
+        self.engine = Engine(timings, prompt_tokens_max=TOKENS)
         self.now = 100.0
         self.effects: list[ef.Effect] = []
 

@@ -57,10 +57,14 @@ class Chaos:
         producers: int = 2,
         consumers: int = 2,
         blocks: int = 60,
+        prompt_tokens_max: int | None = None,
     ) -> None:
         self.world = World(seed, timings)
         self.producers = [
-            self.world.add_producer(f"P{n}", ranks=ranks, blocks=blocks) for n in range(producers)
+            self.world.add_producer(
+                f"P{n}", ranks=ranks, blocks=blocks, prompt_tokens_max=prompt_tokens_max
+            )
+            for n in range(producers)
         ]
         self.consumers = [
             self.world.add_consumer(f"C{n}", ranks=1 + n % 2, blocks=blocks)
@@ -125,6 +129,9 @@ class Chaos:
             return begun
 
         self.world.say(f"{producer.name} is asked to prefill {transfer_id}")
+        if producer.refuses(transfer_id):
+            self.world.strike(Fault.PROMPT_TOO_LONG, f"{transfer_id} at {producer.name}")
+            return None
         return self._or_queue(producer.nodes[0], begin, Fault.PRODUCER_OUT_OF_BLOCKS)
 
     def _load(

@@ -102,12 +102,15 @@ class Load:
 class Producer:
     """A prefill engine: one scheduler, several worker ranks at one address."""
 
-    def __init__(self, world: "World", name: str, ranks: int, blocks: int) -> None:
+    def __init__(
+        self, world: "World", name: str, ranks: int, blocks: int, prompt_tokens_max: int | None
+    ) -> None:
         self.world = world
         self.name = name
         self.address = Address(name, 5600)
         self.ranks = tuple(Rank(0, tp) for tp in range(ranks))
         self._blocks = blocks
+        self._prompt_tokens_max = prompt_tokens_max
         self._starts = 0
         self.alive = False
         self.start()
@@ -120,7 +123,9 @@ class Producer:
         self.pool = Pool(self._blocks)
         self.prefills: dict[RequestId, Prefill] = {}
         self.nodes = [
-            self.world.start_node(f"{self.engine_id}-{rank}", rank, len(self.ranks))
+            self.world.start_node(
+                f"{self.engine_id}-{rank}", rank, len(self.ranks), self._prompt_tokens_max
+            )
             for rank in self.ranks
         ]
 
@@ -130,6 +135,11 @@ class Producer:
             self.world.kill(node)
 
     # -- what vLLM does --------------------------------------------------------------------------
+
+    def refuses(self, transfer_id: TransferId) -> bool:
+        """Whether its API server finds the prompt too long; its engine never hears of it."""
+        most = self._prompt_tokens_max
+        return most is not None and tokens_of(transfer_id) > most
 
     def begin(self, transfer_id: TransferId) -> Prefill | None:
         """Start computing a prompt, if there are blocks for it."""

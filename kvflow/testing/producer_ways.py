@@ -97,6 +97,11 @@ def p_failed_registered(bench: Bench) -> None:
     bench.take(b.aborted())
 
 
+def p_failed_too_long(bench: Bench) -> None:
+    p_unknown(bench)
+    bench.hear(C1, b.register(tokens=b.TOKENS + 1))
+
+
 def p_failed_ambiguous(bench: Bench) -> None:
     p_allocated(bench)
     bench.take(b.started("rival"))
@@ -137,7 +142,7 @@ PRODUCER_WAYS: dict[str, list[Script]] = {
     "transferring": [p_transferring, p_transferring_again],
     "draining": [p_draining],
     "sent": [p_sent],
-    "failed": [p_failed, p_failed_registered, p_failed_ambiguous],
+    "failed": [p_failed, p_failed_registered, p_failed_too_long, p_failed_ambiguous],
 }
 
 

@@ -70,8 +70,15 @@ class World:
 
     # -- building --------------------------------------------------------------------------------
 
-    def add_producer(self, name: str, *, ranks: int = 1, blocks: int = 60) -> Producer:
-        producer = Producer(self, name, ranks, blocks)
+    def add_producer(
+        self,
+        name: str,
+        *,
+        ranks: int = 1,
+        blocks: int = 60,
+        prompt_tokens_max: int | None = None,
+    ) -> Producer:
+        producer = Producer(self, name, ranks, blocks, prompt_tokens_max)
         self.producers[producer.address] = producer
         return producer
 
@@ -79,7 +86,9 @@ class World:
         self.consumers[name] = Consumer(self, name, ranks, blocks)
         return self.consumers[name]
 
-    def start_node(self, name: str, rank: Rank, ranks: int) -> Node:
+    def start_node(
+        self, name: str, rank: Rank, ranks: int, prompt_tokens_max: int | None = None
+    ) -> Node:
         agent = AgentName(name)
         if self.skewed:
             self.strike(Fault.CLOCK_SKEWED)
@@ -93,6 +102,7 @@ class World:
             timings=self.timings,
             skew_s=self.rng.uniform(0.0, 1e5) if self.skewed else 0.0,
             rate=1 + self.rng.uniform(-0.4, 0.4) * CLOCK_DRIFT_MAX if self.skewed else 1.0,
+            prompt_tokens_max=prompt_tokens_max,
         )
         self.nodes[agent] = node
         self.ranks[agent] = rank
