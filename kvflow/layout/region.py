@@ -166,6 +166,8 @@ class Region:
                 yield f"{name} must not be negative"
         if self.head_first + self.heads > self.heads_total:
             yield f"heads {self.held} are not among {self.heads_total}"
+        if self.is_state and self.subblocks > 1:
+            yield "a state has no subblocks"
         if self.base + self.span_bytes >= _ADDRESSES:
             yield "it ends beyond the last address"
         names = [plane.name for plane in self.planes]

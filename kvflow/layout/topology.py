@@ -64,10 +64,13 @@ def owed(
     mine = held(producer, producer_rank.tp, heads_total)
     wanted = held(consumer, consumer_rank.tp, heads_total)
     both = range(max(mine.start, wanted.start), min(mine.stop, wanted.stop))
-    # Ranks that hold one and the same head, here and there, and the places of these two among them.
+    # Of `copies` ranks here that hold the same head, and `takers` there that want it from them.
     copies = max(producer.tp_size // heads_total, 1)
-    takers = max(consumer.tp_size // heads_total, 1)
-    writer = consumer_rank.tp % takers * copies // takers
+    each = max(consumer.tp_size // heads_total, 1)
+    stages = consumer.pp_size if producer.pp_size == 1 else 1
+    takers = stages * each
+    taker = consumer_rank.pp % stages * each + consumer_rank.tp % each
+    writer = taker * copies // takers
     return both if both and producer_rank.tp % copies == writer else nothing
 
 
