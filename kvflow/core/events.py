@@ -68,6 +68,9 @@ class BlocksAllocated:
     blocks     destination block ids per cache group, only those to be written.
     skip       blocks per group before them that are here already.
     engine_id  the producer's engine id if the router named it, else None.
+    keep       should the request be preempted, its KV is wanted once more.
+    again      it was preempted after its KV had landed: only a producer that keeps its blocks is
+               asked, and a load of which there is none fails at once.
     """
 
     transfer_id: TransferId
@@ -78,6 +81,8 @@ class BlocksAllocated:
     blocks: Blocks
     skip: tuple[int, ...]
     tokens: int
+    keep: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +110,13 @@ class ReleaseWanted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadAborted:
     """vLLM ended a request; if its load is under way, it keeps the blocks until it is reported."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestEnded:
+    """vLLM ended a request whose load was over: what its producer keeps for it may go."""
 
     request_id: RequestId
 
@@ -213,6 +225,7 @@ Event = (
     | LoadRefused
     | ReleaseWanted
     | LoadAborted
+    | RequestEnded
     | NoticeReceived
     | NoticeFailed
     | PeerIntroduced

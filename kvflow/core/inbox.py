@@ -51,7 +51,7 @@ class Inbox:
             case Accepted():
                 self._stands(record, sender, (*_key(notice), notice.standing, None), turn)
             case Done():
-                word = said(record, sender, prefill=notice.prefill)
+                word = said(record, sender, prefill=notice.prefill, kept_s=notice.kept_s)
                 self._said(notice.transfer_id, notice.attempt, "done", word, turn)
             case Failed():
                 word = said(record, sender, reason=notice.reason)
@@ -144,7 +144,14 @@ def said(
     standing: Standing | None = None,
     reason: Reason | None = None,
     prefill: str = "",
+    kept_s: float = 0.0,
     is_dead: bool = False,
 ) -> FromRank:
-    rank = next(rank for rank, name in record.agents.items() if name == agent)
-    return FromRank(rank=rank, standing=standing, reason=reason, prefill=prefill, is_dead=is_dead)
+    return FromRank(
+        rank=next(rank for rank, name in record.agents.items() if name == agent),
+        standing=standing,
+        reason=reason,
+        prefill=prefill,
+        kept_s=kept_s,
+        is_dead=is_dead,
+    )

@@ -137,6 +137,8 @@ def register(
     of: TransferId = T,
     blocks: Blocks = BLOCKS,
     write_until_s: float | None = None,
+    prefill: str = "",
+    keep: bool = False,
 ) -> Register:
     return Register(
         transfer_id=of,
@@ -146,6 +148,8 @@ def register(
         tokens=TOKENS,
         lease_s=30.0,
         write_until_s=write_until_s,
+        keep=keep,
+        prefill=prefill,
     )
 
 
@@ -164,6 +168,8 @@ def allocated(
     blocks: Blocks = BLOCKS,
     engine_id: str | None = None,
     address: Address = ADDRESS,
+    keep: bool = False,
+    again: bool = False,
 ) -> ev.BlocksAllocated:
     return ev.BlocksAllocated(
         transfer_id=of,
@@ -174,6 +180,8 @@ def allocated(
         blocks=blocks,
         skip=(0,) * len(blocks),
         tokens=TOKENS,
+        keep=keep,
+        again=again,
     )
 
 
@@ -199,14 +207,18 @@ def load_aborted(request: str = "c") -> ev.LoadAborted:
     return ev.LoadAborted(request_id=RequestId(request))
 
 
+def request_ended(request: str = "c") -> ev.RequestEnded:
+    return ev.RequestEnded(request_id=RequestId(request))
+
+
 def accepted(
     standing: Standing = Standing.WAITING, attempt: int = 5, clock_s: float = 0.0
 ) -> Accepted:
     return Accepted(transfer_id=T, attempt=attempt, standing=standing, clock_s=clock_s)
 
 
-def done(attempt: int = 5, prefill: str = "r") -> Done:
-    return Done(transfer_id=T, attempt=attempt, prefill=prefill)
+def done(attempt: int = 5, prefill: str = "r", kept_s: float = 0.0) -> Done:
+    return Done(transfer_id=T, attempt=attempt, prefill=prefill, kept_s=kept_s)
 
 
 def failed(attempt: int = 5, reason: Reason = Reason.CANCELLED) -> Failed:

@@ -66,9 +66,11 @@ class FakeBlocks:
         return (self.ids,)
 
 
-def config(role: str = "kv_both") -> Any:
+def config(role: str, policy: str) -> Any:
     return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(is_kv_producer=role != "kv_consumer"),
+        kv_transfer_config=SimpleNamespace(
+            is_kv_producer=role != "kv_consumer", kv_load_failure_policy=policy
+        ),
         cache_config=SimpleNamespace(block_size=BLOCK),
         parallel_config=SimpleNamespace(
             data_parallel_index=0, tensor_parallel_size=1, pipeline_parallel_size=1
@@ -77,9 +79,12 @@ def config(role: str = "kv_both") -> Any:
 
 
 def make(
-    role: str = "kv_both", settings: Settings | None = None, seal: Seal | None = None
+    role: str = "kv_both",
+    settings: Settings | None = None,
+    seal: Seal | None = None,
+    policy: str = "fail",
 ) -> SchedulerHalf:
-    return SchedulerHalf(config(role), "engine-here", settings or Settings(), seal)
+    return SchedulerHalf(config(role, policy), "engine-here", settings or Settings(), seal)
 
 
 def step(half: SchedulerHalf, preempted: set[str] | None = None) -> tuple[ev.Event, ...]:
@@ -91,8 +96,13 @@ def kinds(events: tuple[ev.Event, ...]) -> list[str]:
     return [type(event).__name__ for event in events]
 
 
-def report(half: SchedulerHalf, *received: str) -> None:
-    output: Any = SimpleNamespace(finished_recving={*received}, kv_connector_worker_meta=None)
+def report(half: SchedulerHalf, *ended: str, failed: tuple[str, ...] = ()) -> None:
+    """Loads have ended; those in `failed` without their KV."""
+    output: Any = SimpleNamespace(
+        finished_recving={*ended, *failed},
+        failed_recving={*failed},
+        kv_connector_worker_meta=None,
+    )
     half.reported(output)
 
 
