@@ -156,7 +156,8 @@ def refuse_again(record: C, event: BlocksAllocated, turn: Turn) -> None:
 
 
 def want_nothing_more(record: C, event: object, turn: Turn) -> None:
-    """Whoever keeps its blocks is told until it answers."""
+    """Whoever keeps its blocks is told until it answers. Ours are vLLM's again."""
+    record.blocks = ()
     record.agents.clear()
     record.outcomes.clear()
     _meet(record, turn)

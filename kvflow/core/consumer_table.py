@@ -41,8 +41,8 @@ ROWS = (
         why="it will not be preempted any more: whoever keeps its KV is told"),
     row("request_ended", "received", "=", guard=g.none_keeps,
         why="the producer has its blocks back already"),
-    row("request_ended", "failed", "=",
-        why="what a rank may have kept was let go when the load failed"),
+    row("request_ended", "releasing failed released", "=",
+        why="whoever may have kept something was told already, or is being told"),
     row("load_aborted", "draining fencing releasing received failed released", "=",
         why="over, or being given up already"),
     # -- peer ------------------------------------------------------------------------------------
@@ -168,8 +168,6 @@ IMPOSSIBLE = (
             "vLLM asks for one load of a request at a time")
     | never("allocated registering registered transferring draining fencing", "request_ended",
             "a request that waits for a load is ended as an aborted one")
-    | never("releasing released", "request_ended",
-            "vLLM ends a request once")
     | never("new received failed released", "rival_allocated",
             "only a load that is under way has rivals")
     | never("registering registered transferring draining fencing received failed released",

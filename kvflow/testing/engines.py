@@ -70,7 +70,11 @@ class Prefill:
 
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """One request in a consumer, as vLLM sees it: loading, received, failed, over."""
+    """One request in a consumer, as vLLM sees it: loading, received, preempted, failed, over.
+
+    producer  the one that it loads from, if its parameters name one.
+    source    the prefill whose KV it had, or will have once more.
+    """
 
     request_id: RequestId
     transfer_id: TransferId
@@ -81,10 +85,12 @@ class Load:
     state: str = "loading"
     reason: str = ""
     aborted: bool = False
+    producer: "Producer | None" = field(default=None, repr=False)
+    source: str = ""
 
     @property
     def given_back(self) -> bool:
-        return self.state in ("failed", "over")
+        return self.state in ("preempted", "failed", "over")
 
 
 class Producer:
@@ -209,11 +215,12 @@ class Producer:
 
 
 class Consumer:
-    """A decode engine with one worker."""
+    """A decode engine with one worker; `registers`: its setting `after_preemption`."""
 
-    def __init__(self, world: "World", name: str, blocks: int) -> None:
+    def __init__(self, world: "World", name: str, blocks: int, registers: bool) -> None:
         self.world = world
         self.name = name
+        self.registers = registers
         self._blocks = blocks
         self._starts = 0
         self.alive = False
@@ -245,7 +252,7 @@ class Consumer:
         engine_id: str | None = None,
         again: Load | None = None,
     ) -> Load | None:
-        """Reserve blocks and wait for KV; `again` is a request that was preempted or failed.
+        """Reserve blocks and wait for KV; `again` is a request that was preempted or has ended.
 
         skip       blocks that are cached here already.
         surplus    blocks too many, which no prefill can have.
@@ -262,6 +269,7 @@ class Consumer:
             return None
         self.attempts += ATTEMPT_STRIDE
         number = self.world.next_number()
+        preempted = again is not None and again.state == "preempted"
         load = Load(
             request_id=again.request_id if again else RequestId(f"{self.name}.c{number}"),
             transfer_id=transfer_id,
@@ -269,6 +277,8 @@ class Consumer:
             ranks=producer.ranks,
             blocks=blocks,
             skip=skips,
+            producer=producer,
+            source=again.source if again and preempted else "",
         )
         self.loads[load.request_id] = load
         self._scribble(blocks)
@@ -282,6 +292,8 @@ class Consumer:
                 blocks=blocks,
                 skip=skips,
                 tokens=tokens_of(transfer_id),
+                keep=self.registers,
+                again=preempted,
             )
         )
         return load
@@ -313,12 +325,27 @@ class Consumer:
 
     def abort(self, load: Load) -> None:
         load.aborted = True
-        self.node.take(ev.LoadAborted(request_id=load.request_id))
+        if load.state == "loading" or not self.registers:
+            self.node.take(ev.LoadAborted(request_id=load.request_id))
+        if load.state != "loading":
+            self.finish(load)
+
+    def finish(self, load: Load) -> None:
+        """A request whose load was over has ended."""
         if load.state == "received":
             self.leave(load)
+        load.state = "over"
+        if self.registers:
+            self.node.take(ev.RequestEnded(request_id=load.request_id))
+
+    def preempt(self, load: Load) -> None:
+        """vLLM takes its blocks away; its KV is computed here, or asked for once more."""
+        self.leave(load)
+        if self.registers:
+            load.state = "preempted"
 
     def leave(self, load: Load) -> None:
-        """A received request has finished, or is preempted: its content was right to the end."""
+        """A received request goes without a word: its content was right to the end."""
         invariants.content_is_right(self.node, load)
         load.state = "over"
         self.pool.give(load.blocks)
@@ -348,7 +375,7 @@ class Consumer:
         invariants.nothing_lands_in(self.world, node, invariants.flat(load.blocks))
         load.reason = effect.reason or ""
         if effect.reason is None:
-            invariants.content_is_right(node, load)
+            load.source = invariants.content_is_right(node, load)
             load.state = "received"
         else:
             load.state = "failed"
