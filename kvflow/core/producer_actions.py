@@ -207,7 +207,8 @@ def answer_done(record: P, event: object, turn: Turn) -> None:
 
 
 def answer_kept(record: P, event: object, turn: Turn) -> None:
-    step.tell_done(record, turn, max(keep_until(record, turn) - turn.now, 0.0))
+    rest_s = keep_until(record, turn) - turn.now
+    step.tell_done(record, turn, min(max(rest_s, 0.0), turn.timings.keep_sent_s))
 
 
 def answer_failed(record: P, event: object, turn: Turn) -> None:
