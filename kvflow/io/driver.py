@@ -49,7 +49,7 @@ from kvflow.settings import Settings
 from kvflow.wire import codec
 from kvflow.wire import messages as m
 
-_PINNED = frozenset({"prefilled", "transferring", "draining"})
+_PINNED = frozenset({"prefilled", "transferring", "draining", "kept"})
 """States of a producer's record in which vLLM waits for `ReportSent`."""
 
 
