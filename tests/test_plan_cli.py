@@ -6,11 +6,14 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
 from kvflow.cli import app
 from kvflow.planning.description import read
+from kvflow.planning.plan import Request, plan
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYOUTS = ROOT / "examples" / "layouts"
@@ -196,7 +199,7 @@ def test_a_bad_description_is_refused_in_one_sentence(
         (b"{", "truncated"),
         (b"[1]", "Expected `object`, got `array`"),
         (b"\xff\xfe", "malformed"),
-        (b'{"model": "\xff"}', "utf-8"),
+        (b'{"model": "\xff"}', "UTF-8"),
     ],
 )
 def test_what_is_no_json_is_refused_in_one_sentence(
@@ -278,3 +281,18 @@ def test_the_document_quotes_what_each_example_prints(monkeypatch: pytest.Monkey
         assert invoke(*words).stdout == output
         used |= {Path(word).stem for word in words if word.endswith(".json")}
     assert used == {path.stem for path in LAYOUTS.glob("*.json")}
+
+
+def test_the_document_tells_the_runs_of_other_layouts() -> None:
+    text = (ROOT / "specs" / "layouts.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([A-Z]+) \| ([A-Z]+) \| ([\d,]+) \| ([\d,]+) \|$", text, re.MULTILINE)
+    assert len(rows) > 5
+    sides = [read(LAYOUTS / f"qwen3-32b-tp{tp}.json") for tp in (8, 4)]
+    request = Request(tokens=4096, hit=0, fragmented=False)
+    for *layouts, runs, median in rows:
+        engines = [
+            msgspec.structs.replace(side, layout=layout)
+            for side, layout in zip(sides, layouts, strict=True)
+        ]
+        lengths = plan(*engines, request).lengths
+        assert (f"{len(lengths):,}", f"{int(np.median(lengths)):,}") == (runs, median)

@@ -245,7 +245,7 @@ def read(path: Path) -> Engine:
         engine = msgspec.json.decode(path.read_bytes(), type=Engine)
     except OSError as error:
         raise DescriptionError(f"{path}: {error.strerror}") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except msgspec.MsgspecError as error:
         raise DescriptionError(f"{path}: {error}") from error
     if engine.tp * engine.pp > RANKS_MAX:
         raise DescriptionError(f"{path}: tp {engine.tp} times pp {engine.pp} is over {RANKS_MAX}")
