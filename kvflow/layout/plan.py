@@ -196,8 +196,8 @@ class Pairing:
             if len(joined[0]):
                 total += len(bundle.source) * len(joined[0])
                 parts.setdefault(bundle.motion.memories, []).append((bundle, joined))
-        if total > RUNS_MAX:
-            raise ValueError(f"{total} runs are needed, and {RUNS_MAX} allowed in one plan")
+            if total > RUNS_MAX:
+                raise ValueError(f"a plan may have {RUNS_MAX:,} runs, and this one needs more")
         return [_as_runs(memories, part) for memories, part in parts.items()]
 
 

@@ -189,7 +189,7 @@ def test_a_plan_of_more_runs_than_the_limit_is_refused_f19(monkeypatch: pytest.M
     monkeypatch.setattr(PLAN, "RUNS_MAX", 16)
     assert sum(len(runs) for runs in pairing.plan(groups)) == 16
     monkeypatch.setattr(PLAN, "RUNS_MAX", 15)
-    with pytest.raises(ValueError, match="16 runs are needed, and 15 allowed in one plan"):
+    with pytest.raises(ValueError, match="a plan may have 15 runs, and this one needs more"):
         pairing.plan(groups)
 
 
