@@ -17,9 +17,11 @@ Blocks = tuple[tuple[int, ...], ...]
 class Register:
     """Consumer -> producer rank: write this transfer's KV into these blocks.
 
-    blocks   destination block ids per cache group, in token order.
-    skip     blocks per group, from the start of the prompt, that the consumer has already.
-    tokens   prompt tokens that the consumer wants to have after the transfer (incl. skipped).
+    blocks   destination block ids per cache group in the consumer's block size, in token order; the
+             first of a group is the one that holds the token `starts[group]`.
+    starts   per group, the first token whose KV the consumer lacks.
+    tokens   prompt tokens that the consumer wants to have after the transfer (incl. those before
+             `starts`).
     lease_s  how long the registration is good without a renewal, in seconds.
     write_until_s
              no slice may be posted once the *producer's* clock shows this; None while the consumer
@@ -29,7 +31,7 @@ class Register:
     transfer_id: TransferId
     attempt: int
     blocks: Blocks
-    skip: tuple[int, ...]
+    starts: tuple[int, ...]
     tokens: int
     lease_s: float
     write_until_s: float | None
@@ -100,7 +102,16 @@ class Alive:
     clock_s: float
 
 
-Notice = Register | Accepted | Done | Failed | Cancel | Renew | Alive
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Producer rank -> silent consumer: nothing is said, and nothing is to be answered.
+
+    A transfer library notices that a process is gone when something is sent to it. It is no
+    answer, so a producer that can only be heard is lost to the consumer as if it were silent.
+    """
+
+
+Notice = Register | Accepted | Done | Failed | Cancel | Renew | Alive | Probe
 
 FROM_CONSUMER = (Register, Cancel, Renew)
 """What a consumer says to a producer; the others are answers."""

@@ -71,8 +71,10 @@ ROWS = (
     row("rival_ended", "allocated registered prefilled transferring draining sent failed", "=",
         why="the end of a prefill that was refused, or that this record is not about"),
     # -- registrations ---------------------------------------------------------------------------
-    row("registered", "unknown", "held", p.hold,
+    row("registered", "unknown", "held", p.hold, g.is_not_too_long,
         why="the consumer is first; the registration is kept until its lease ends"),
+    row("registered", "unknown", "failed", p.refuse_too_long, g.is_too_long,
+        why="vLLM refuses so long a prompt before its engine hears of it: no prefill will come"),
     row("registered_beyond", "unknown", "failed", p.refuse_capacity,
         why="as many registrations for unknown ids are kept as may be; what was told stays true"),
     row("registered", "allocated", "registered", p.hold,

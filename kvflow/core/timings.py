@@ -32,6 +32,8 @@ class Timings:
                        slice, and finish it when it goes on.
     renew_interval_s   time between two renewals to one peer.
     renew_misses_max   a rank silent for so many intervals, while something is awaited, is lost.
+    probe_silent_s     a consumer with live transfers that was silent for so long is sent something,
+                       now and each time that it passes again: that shows a process that is gone.
     retries_max        a load whose WRITE failed is registered again so often (0 to 15).
     retry_hold_s       after a failed WRITE the blocks are kept so long for another attempt.
     held_max           registrations kept for transfer ids of which no prefill is known yet.
@@ -63,6 +65,7 @@ class Timings:
     fence_silent_s: float = 10.0
     renew_interval_s: float = 0.25
     renew_misses_max: int = 12
+    probe_silent_s: float = 1.0
     retries_max: int = 1
     retry_hold_s: float = 5.0
     held_max: int = 4096
@@ -88,6 +91,7 @@ class Timings:
         self._at_least("fence_s", quiet_s, "write_lease_s + slice_max_s")
         self._at_least("fence_silent_s", self.fence_s, "fence_s")
         self._at_least("write_lease_s", 2 * self.renew_interval_s, "2 * renew_interval_s")
+        self._at_least("probe_silent_s", 2 * self.renew_interval_s, "2 * renew_interval_s")
         self._at_least("lease_s", self.write_lease_s, "write_lease_s")
         self._at_least("tombstone_s", 2 * self.fence_s, "2 * fence_s")
         self._at_least("stop_deadline_s", self.cancel_deadline_s, "cancel_deadline_s")

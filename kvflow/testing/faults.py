@@ -54,6 +54,7 @@ class Fault(enum.StrEnum):
     LOAD_RIVAL = "second load with a live transfer id"
     RELEASE_ONLY = "release without a load"
     RELEASED_BY_ROUTER = "released by a router, at the producer"
+    PROMPT_TOO_LONG = "prompt refused by the producer's API server: too long"
     MISMATCH = "load asks for more blocks than a prefill has"
     ENGINE_ID_STALE = "router names the engine id of an earlier start"
 

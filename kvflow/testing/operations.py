@@ -34,6 +34,8 @@ class Setting:
 
     blocks  in each engine, per cache group: few, so that requests must queue.
     swarm   each phase turns a random half of the faults off.
+    prompt_tokens_max
+            of the producers; a prompt has 32 to 128 tokens.
     """
 
     seed: int
@@ -43,6 +45,7 @@ class Setting:
     blocks: int
     swarm: bool = False
     timings: Timings = TIMINGS
+    prompt_tokens_max: int | None = None
 
     def build(self) -> Chaos:
         return Chaos(
@@ -52,6 +55,7 @@ class Setting:
             producers=self.producers,
             consumers=self.consumers,
             blocks=self.blocks,
+            prompt_tokens_max=self.prompt_tokens_max,
         )
 
 

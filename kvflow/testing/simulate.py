@@ -167,6 +167,7 @@ def _setting(rng: Random, swarm: bool, engines: int) -> Setting:
         consumers=max(engines - producers, 1),
         blocks=rng.choice((10, 16, 24, 60)),
         swarm=swarm,
+        prompt_tokens_max=rng.choice((None, None, 96)),
     )
 
 

@@ -16,6 +16,7 @@ from kvflow.testing.producer_ways import (
     Script,
     hears,
     lose_consumer,
+    p_held,
     p_unknown,
     takes,
     until_due,
@@ -251,7 +252,7 @@ PEER_WAYS: dict[str, list[Script]] = {
     "unmet": [c_new],
     "meeting": [c_allocated, r_meeting_again],
     "met": [c_registering, c_received, r_met_and_quiet],
-    "introduced": [p_unknown],
+    "introduced": [p_unknown, p_held],
     "backing_off": [r_backing_off, r_backing_off_alone],
 }
 PEER_EVENTS: dict[str, list[Script]] = {

@@ -52,7 +52,7 @@ class Register(_Message, frozen=True, tag="register"):
     transfer_id: TransferIdText
     attempt: Attempt
     blocks: Annotated[tuple[BlockIds, ...], msgspec.Meta(max_length=GROUPS_MAX)]
-    skip: Annotated[tuple[Count, ...], msgspec.Meta(max_length=GROUPS_MAX)]
+    starts: Annotated[tuple[Count, ...], msgspec.Meta(max_length=GROUPS_MAX)]
     tokens: Count
     lease_s: Seconds
     write_until_s: Clock | None
@@ -104,8 +104,12 @@ class Alive(_Message, frozen=True, tag="alive"):
     clock_s: Clock
 
 
-NOTICES = (Register, Accepted, Done, Failed, Cancel, Renew, Alive)
-AnyNotice = Register | Accepted | Done | Failed | Cancel | Renew | Alive
+class Probe(_Message, frozen=True, tag="probe"):
+    core: ClassVar = notices.Probe
+
+
+NOTICES = (Register, Accepted, Done, Failed, Cancel, Renew, Alive, Probe)
+AnyNotice = Register | Accepted | Done | Failed | Cancel | Renew | Alive | Probe
 
 
 class Plane(_Message, frozen=True, kw_only=True, array_like=True):

@@ -284,11 +284,11 @@ class Trio:
             exchange=asyncio.create_task(exchange),
         )
 
-    async def release(self, sent: Sent) -> None:
+    async def release(self, transfer_id: str) -> None:
         """What a router does when its client went away, or a prefill leg was refused."""
-        endpoints = self.endpoints(sent.consumer)
-        address = Address(endpoints.side_channel_host, endpoints.side_channel_port)
-        await side_channel.release(address, TransferId(sent.transfer_id), LOSS_S)
+        producer = self.engines[PRODUCER]
+        address = Address(producer.host, producer.side_channel_port)
+        await side_channel.release(address, TransferId(transfer_id), LOSS_S)
 
     # -- judgement ---------------------------------------------------------------------------------
 

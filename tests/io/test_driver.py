@@ -249,6 +249,24 @@ def test_s3_a_consumer_that_dies_while_written_to_costs_one_transfer(pair: Pair)
     assert not pair.producer.port.posts
 
 
+def test_a_consumer_that_dies_while_its_write_is_paused_costs_no_lease_f1(pair: Pair) -> None:
+    """Nothing is posted to it any more, and it asks for nothing: only a probe can tell."""
+    pair.load("t", DESTINATION)
+    pair.turn_times(3)
+    pair.consumer.port.faults.frozen = True
+    pair.clock.now += Timings().write_lease_s
+    pair.finish_prefill("t", SOURCE)
+    pair.turn_times(3)
+    assert pair.producer.state("producer", "t") == "transferring"
+    assert not pair.producer.port.counts.posts
+    pair.consumer.port.close()
+    died = pair.clock.now
+    pair.turn_until_quiet_of_producer()
+    assert pair.clock.now - died < 3 * Timings().probe_silent_s
+    assert pair.producer.reports.sent_ids == [prefill_of("t")]
+    assert [moved.reason for moved in pair.producer.notes.ended("producer")] == [Reason.PEER_LOST]
+
+
 # -- bugs of ours --------------------------------------------------------------------------------
 
 

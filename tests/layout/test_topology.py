@@ -108,8 +108,21 @@ def test_heads_are_given_to_ranks_in_order(tp_size: int, heads: int, wanted: lis
 
 def test_every_consumer_of_a_latent_has_a_producer_rank_of_its_own_where_there_are_enough() -> None:
     producer, consumer = Side(tp_size=8, pp_size=1), Side(tp_size=2, pp_size=1)
-    writing = [writers(producer, consumer, rank, [1]) for rank in ranks(consumer)]
+    writing = [
+        {rank for rank in ranks(producer) if owed(producer, rank, consumer, other, 1)}
+        for other in ranks(consumer)
+    ]
     assert writing == [{Rank(0, 0)}, {Rank(0, 4)}]
+
+
+def test_a_rank_that_owes_nothing_answers_to_one_consumer_rank_all_the_same() -> None:
+    for producer, consumer, heads in CASES:
+        for rank in ranks(producer):
+            others = served(producer, rank, consumer, [heads])
+            owing = [other for other in others if owed(producer, rank, consumer, other, heads)]
+            assert owing == list(others) or (owing == [] and len(others) == 1)
+    producer, consumer = Side(tp_size=8, pp_size=1), Side(tp_size=2, pp_size=1)
+    assert writers(producer, consumer, Rank(0, 0), [1]) == {Rank(0, tp) for tp in range(4)}
 
 
 @pytest.mark.parametrize(
