@@ -117,7 +117,7 @@ AnyNotice = Register | Accepted | Done | Failed | Cancel | Renew | Alive | Probe
 
 
 class Plane(_Message, frozen=True, kw_only=True, array_like=True):
-    """`kvflow.layout.Plane` as it travels: there are many, so without the names of its fields."""
+    """`kvflow.layout.Plane` as it travels: an array, since it comes many times."""
 
     name: Name
     offset: Offset
@@ -129,8 +129,8 @@ class Plane(_Message, frozen=True, kw_only=True, array_like=True):
     tile: Some = 1
 
 
-class Region(_Message, frozen=True, kw_only=True):
-    """`kvflow.layout.Region` as it travels."""
+class Region(_Message, frozen=True, kw_only=True, array_like=True):
+    """`kvflow.layout.Region` as it travels: an array, since it comes once per layer."""
 
     layer: Name
     group: Annotated[int, msgspec.Meta(ge=0, lt=GROUPS_MAX)]
