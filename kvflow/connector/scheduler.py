@@ -33,6 +33,7 @@ from kvflow.ids import ATTEMPT_STRIDE, Address, Rank, RequestId, TransferId
 from kvflow.io.seal import Seal
 from kvflow.io.side_channel import SideChannel
 from kvflow.observe.log import get_logger
+from kvflow.observe.watch import Watch
 from kvflow.settings import Settings
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class SchedulerHalf:
             engine_id=engine_id,
             release=self._release_asked,
             seal=seal or Seal(),
-            refused=lambda kind, detail: self._log.warning(f"refused {kind}", detail=detail),
+            refused=Watch(engine=engine_id[:8]).refused,
             connections_max=settings.side_channel_connections_max,
         )
 
