@@ -26,6 +26,8 @@ from kvflow.core.events import (
     PrefillAborted,
     PrefillFinished,
     PrefillPreempted,
+    PrefillsResumed,
+    PrefillsStalled,
     PrefillStarted,
     ReleaseAsked,
     ReleaseWanted,
@@ -36,6 +38,7 @@ from kvflow.ids import ATTEMPT_STRIDE, Address, Rank, RequestId, TransferId
 from kvflow.io.seal import Seal
 from kvflow.io.side_channel import SideChannel
 from kvflow.observe.log import get_logger
+from kvflow.observe.watch import Watch
 from kvflow.settings import Settings
 
 if TYPE_CHECKING:
@@ -95,13 +98,14 @@ class SchedulerHalf:
         self._registers_again = settings.after_preemption == "register"
         _check_policy(settings.after_preemption, config.kv_transfer_config.kv_load_failure_policy)
         self._log = get_logger("scheduler", engine=engine_id[:8])
+        self._stalled = False
         self._parked_max = settings.parked_max
         self._released: deque[TransferId] = deque()
         self._side_channel = SideChannel(
             engine_id=engine_id,
             release=self._release_asked,
             seal=seal or Seal(),
-            refused=lambda kind, detail: self._log.warning(f"refused {kind}", detail=detail),
+            refused=Watch(engine=engine_id[:8]).refused,
             connections_max=settings.side_channel_connections_max,
         )
 
@@ -312,7 +316,14 @@ class SchedulerHalf:
             if id_ in self._prefills
         ]
         events, self._events = self._events, []
-        return StepEvents((*preempted, *events, *released))
+        return StepEvents((*preempted, *events, *released, *self._progress(output)))
+
+    def _progress(self, output: "SchedulerOutput") -> Iterator[Event]:
+        """Whether prompts wait although nothing is computed; told when it changes."""
+        stalled = bool(self._prefills) and not output.total_num_scheduled_tokens
+        if stalled != self._stalled:
+            self._stalled = stalled
+            yield PrefillsStalled() if stalled else PrefillsResumed()
 
     def _preempted(self, request_id: RequestId) -> None:
         if self._asked.get(request_id) is not Asked.LANDED:

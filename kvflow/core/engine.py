@@ -16,6 +16,7 @@ from kvflow.core import (
     classify,
     consumer,
     consumer_table,
+    contention,
     parts,
     peer,
     producer,
@@ -78,6 +79,8 @@ class Engine:
             ev.PrefillPreempted: self._prefill,
             ev.PrefillFinished: self._prefill,
             ev.PrefillAborted: self._prefill,
+            ev.PrefillsStalled: contention.watch,
+            ev.PrefillsResumed: contention.watch,
             ev.ReleaseAsked: self._release_asked,
             ev.BlocksAllocated: self._allocated,
             ev.LoadRefused: self._refused,
@@ -293,6 +296,8 @@ class Engine:
             self.records.fire_consumer(self.records.consumers[key], "expired", None, turn)
         elif kind == consumer.RESEND:
             self.records.fire_consumer(self.records.consumers[key], "resend_due", None, turn)
+        elif due == contention.STALL:
+            contention.give_way(self.records, turn)
         else:
             record = self.records.peer(key)
             if record.state == "meeting":

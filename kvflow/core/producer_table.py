@@ -204,6 +204,10 @@ ROWS = (
         why="the registration's lease ended without a renewal, or without a prefill"),
     row("expired", "prefilled", "failed", p.release_expired,
         why="nobody claimed the prefill within its lease"),
+    row("contended", "prefilled", "failed", p.give_way,
+        why="vLLM has no blocks for prompts that consumers wait for; for this one nobody waits"),
+    row("contended", "kept", "sent", p.let_go,
+        why="vLLM has no blocks for prompts that consumers wait for; this one has been sent"),
     row("expired", "transferring", "draining", p.stop_expired,
         why="the consumer does not renew: its blocks may be another request's soon"),
     row("expired", "draining", "=", p.tear_down,
@@ -244,6 +248,8 @@ IMPOSSIBLE = (
             "a record is created by what it is about; nothing else can concern it")
     | never(f"{_BEFORE_THE_END} kept sent failed", "registered_beyond",
             "something is known of the id, so the limit does not concern it")
+    | never("unknown allocated held registered preempted transferring draining sent failed",
+            "contended", "only a prefill that is idle gives way")
     | never("held preempted", "rival_started rival_finished rival_ended",
             "there is no prefill on record to be rivalled")
     | never("prefilled transferring draining kept sent", "prefill_started prefill_finished",

@@ -155,11 +155,6 @@ class Driver:
         final = isinstance(error, IncompatiblePeersError)
         self.take(ev.MeetingFailed(address=address, final=final, detail=str(error)))
 
-    def drop_everybody(self, why: str) -> None:
-        """Make every peer unreachable; their transfers end."""
-        for agent in list(self._remotes):
-            self.take(ev.NoticeFailed(agent=agent, detail=why))
-
     def abandon(self) -> None:
         """Once the port is closed nothing can land or be read: report what vLLM still waits for."""
         records, ledger = self.engine.records, self.engine.ledger

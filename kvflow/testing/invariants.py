@@ -20,7 +20,8 @@ from kvflow.ids import ATTEMPT_STRIDE, RequestId, transfer_of
 
 if TYPE_CHECKING:
     from kvflow.testing.driver import Node, Slice
-    from kvflow.testing.engines import Consumer, Load, Prefill, Producer
+    from kvflow.testing.engines import Consumer, Producer
+    from kvflow.testing.prompts import Load, Prefill
     from kvflow.testing.world import World
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from random import Random
 
 from kvflow.core import Timings
-from kvflow.testing.chaos import CHANCES, MOMENTS_S, PAUSES_S, TIMINGS, WHILES_S, Chaos
+from kvflow.testing.chaos import CHANCES, MOMENTS_S, PAUSES_S, WHILES_S, Chaos
 from kvflow.testing.faults import SWARM
+from kvflow.testing.machines import TIMINGS
 
 PHASE = "begin_phase"
 END = "end_phase"

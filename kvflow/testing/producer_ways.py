@@ -176,6 +176,14 @@ def register_beyond(bench: Bench) -> None:
     bench.hear(C1, b.register(6))
 
 
+def stay_stalled(bench: Bench) -> None:
+    """vLLM is out of blocks, and a consumer waits for another prefill than this one."""
+    bench.take(ev.PrefillsStalled())
+    bench.hear(C2, b.register(of=TransferId("another")))
+    bench.wait(bench.engine.timings.lease_contended_s)
+    bench.take(ev.PrefillsResumed())
+
+
 PRODUCER_EVENTS: dict[str, list[Script]] = {
     "prefill_started": [takes(b.started())],
     "prefill_finished": [takes(b.finished()), takes(b.finished(tokens=b.TOKENS - 1))],
@@ -199,6 +207,7 @@ PRODUCER_EVENTS: dict[str, list[Script]] = {
     "write_failed": [takes(write_failed(5)), takes(write_failed(6))],
     "write_stopped": [takes(ev.WriteStopped(part=PART, attempt=5))],
     "peer_lost": [lose_consumer],
+    "contended": [stay_stalled],
     "expired": [until_over],
     "closing": [takes(ev.Closing())],
 }

@@ -19,8 +19,8 @@ from random import Random
 from kvflow.core import effects as ef
 from kvflow.core.reasons import Reason
 from kvflow.errors import KVFlowError
-from kvflow.testing.chaos import TIMINGS
 from kvflow.testing.faults import Fault
+from kvflow.testing.machines import TIMINGS
 from kvflow.testing.operations import END, PHASE, Operation, Setting, do, next_operation
 from kvflow.testing.rows import RowWatch, Taken, every_row
 from kvflow.testing.transcript import transcript

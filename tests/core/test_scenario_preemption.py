@@ -7,8 +7,9 @@ is `time worker: what happened`. The first word after a name says which machine 
 from kvflow.core import Timings
 from kvflow.core import events as ev
 from kvflow.core.notices import Cancel, Register
-from kvflow.testing.engines import Consumer, Load, Prefill, Producer
+from kvflow.testing.engines import Consumer, Producer
 from kvflow.testing.network import Frame
+from kvflow.testing.prompts import Load, Prefill
 from kvflow.testing.scenes import T, acquainted, both_legs
 from kvflow.testing.transcript import check
 from kvflow.testing.world import World

@@ -1,4 +1,4 @@
-"""Real engines: a decode engine too small for the outputs of what it has loaded, so vLLM preempts."""
+"""Real engines: a decode engine too small for the outputs of what it has loaded preempts."""
 
 import asyncio
 from collections.abc import Iterator

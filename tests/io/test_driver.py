@@ -339,14 +339,14 @@ def test_a_bug_in_a_write_fails_that_write(pair: Pair, monkeypatch: pytest.Monke
 # -- ends ----------------------------------------------------------------------------------------
 
 
-def test_drop_everybody_ends_every_transfer_once(pair: Pair) -> None:
+def test_a_lost_peer_ends_every_transfer_that_depends_on_it_once(pair: Pair) -> None:
     prefill_first(pair, "t")
     pair.finish_prefill("other", [1])
     pair.load("other", [1], attempt=32)
     pair.consumer.driver.met(pair.producer.address, pair.producer.reply())
     pair.consumer.meetings.clear()
     assert pair.consumer.state("consumer", "load-other") == "registering"
-    pair.consumer.driver.drop_everybody("a test")
+    pair.consumer.loses(pair.producer)
     assert not pair.consumer.port.peers
     pair.turn_times(100, seconds=0.5)
     pair.turn_until_quiet()
