@@ -24,6 +24,8 @@ from kvflow.core.events import (
     PrefillAborted,
     PrefillFinished,
     PrefillPreempted,
+    PrefillsResumed,
+    PrefillsStalled,
     PrefillStarted,
     ReleaseAsked,
     ReleaseWanted,
@@ -76,6 +78,7 @@ class SchedulerHalf:
         self._loads: set[RequestId] = set()
         self._asked: set[RequestId] = set()
         self._log = get_logger("scheduler", engine=engine_id[:8])
+        self._stalled = False
         self._parked_max = settings.parked_max
         self._released: deque[TransferId] = deque()
         self._side_channel = SideChannel(
@@ -280,7 +283,14 @@ class SchedulerHalf:
             if id_ in self._prefills
         ]
         events, self._events = self._events, []
-        return StepEvents((*preempted, *events, *released))
+        return StepEvents((*preempted, *events, *released, *self._progress(output)))
+
+    def _progress(self, output: "SchedulerOutput") -> Iterator[Event]:
+        """Whether prompts wait although nothing is computed; told when it changes."""
+        stalled = bool(self._prefills) and not output.total_num_scheduled_tokens
+        if stalled != self._stalled:
+            self._stalled = stalled
+            yield PrefillsStalled() if stalled else PrefillsResumed()
 
     def _take_released(self) -> Iterator[TransferId]:
         """What routers gave up through the side channel, whose thread appends to it."""

@@ -22,6 +22,7 @@ from kvflow.core.notices import (
     Renew,
 )
 from kvflow.core.peer import PeerRecord, Tick
+from kvflow.core.producer import AWAITED
 from kvflow.core.reasons import Reason
 from kvflow.core.records import Records
 from kvflow.core.table import Table
@@ -37,6 +38,8 @@ _QUICK = {
     consumer.NAME: consumer.LIVE,
     peer.NAME: frozenset({"meeting"}),
 }
+_STALL = ("stall", "")
+"""The deadline that runs while vLLM's prefills are stalled."""
 _EXPECTANT = {producer.NAME: producer.LIVE, consumer.NAME: frozenset(), peer.NAME: frozenset()}
 
 
@@ -66,6 +69,8 @@ class Engine:
             ev.PrefillPreempted: self._prefill,
             ev.PrefillFinished: self._prefill,
             ev.PrefillAborted: self._prefill,
+            ev.PrefillsStalled: self._stalled,
+            ev.PrefillsResumed: self._resumed,
             ev.ReleaseAsked: self._release_asked,
             ev.BlocksAllocated: self._allocated,
             ev.LoadRefused: self._refused,
@@ -165,6 +170,25 @@ class Engine:
     def _prefill(self, event: classify.PrefillEvent, turn: Turn) -> None:
         record = self.records.producer(event.transfer_id, turn.now)
         self.records.fire_producer(record, classify.prefill(record, event), event, turn)
+
+    def _stalled(self, event: ev.PrefillsStalled, turn: Turn) -> None:
+        turn.arm(_STALL, turn.timings.lease_contended_s)
+
+    def _resumed(self, event: ev.PrefillsResumed, turn: Turn) -> None:
+        turn.deadlines.cancel(_STALL)
+
+    def _contended(self, turn: Turn) -> None:
+        """Finished prefills hold the blocks, and may wait for a consumer that waits for others."""
+        patience_s = turn.timings.lease_contended_s
+        records = list(self.records.producers.values())
+        waits = [r.registration.since for r in records if r.registration and r.state in AWAITED]
+        longest = min(waits, default=turn.now)
+        if longest + patience_s <= turn.now:
+            for record in records:
+                if record.state == "prefilled" and record.since + patience_s <= turn.now:
+                    self.records.fire_producer(record, "contended", None, turn)
+            longest = turn.now
+        turn.deadlines.arm(_STALL, longest + patience_s)
 
     def _release_asked(self, event: ev.ReleaseAsked, turn: Turn) -> None:
         record = self.records.producer(event.transfer_id, turn.now)
@@ -278,6 +302,8 @@ class Engine:
             self.records.fire_consumer(self.records.consumers[key], "expired", None, turn)
         elif kind == consumer.RESEND:
             self.records.fire_consumer(self.records.consumers[key], "resend_due", None, turn)
+        elif due == _STALL:
+            self._contended(turn)
         else:
             record = self.records.peer(key)
             if record.state == "meeting":

@@ -52,6 +52,16 @@ class PrefillAborted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillsStalled:
+    """vLLM's steps schedule nothing although prompts wait to be computed: no blocks are free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillsResumed:
+    """vLLM computes again, or no prompt waits any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseAsked:
     """A router says through the side channel that nobody will fetch this transfer."""
 
@@ -208,6 +218,8 @@ Event = (
     | PrefillPreempted
     | PrefillFinished
     | PrefillAborted
+    | PrefillsStalled
+    | PrefillsResumed
     | ReleaseAsked
     | BlocksAllocated
     | LoadRefused

@@ -36,6 +36,8 @@ STATES = {
     "failed": "over without a complete write; nothing of it can land any more",
     "forgotten": "the record is deleted",
 }
+AWAITED = frozenset({"held", "registered"})
+"""A consumer waits for the prefill."""
 LIVE = frozenset("allocated held registered preempted prefilled transferring draining".split())
 
 

@@ -334,6 +334,11 @@ def release_expired(record: P, event: object, turn: Turn) -> None:
     fail_expired(record, event, turn)
 
 
+def give_way(record: P, event: object, turn: Turn) -> None:
+    record.detail = "vLLM was out of blocks, and consumers waited for other prefills"
+    release_expired(record, event, turn)
+
+
 def fail_peer_lost(record: P, event: object, turn: Turn) -> None:
     step.end(record, turn, Reason.PEER_LOST)
 

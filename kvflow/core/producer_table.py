@@ -180,6 +180,8 @@ ROWS = (
         why="the registration's lease ended without a renewal, or without a prefill"),
     row("expired", "prefilled", "failed", p.release_expired,
         why="nobody claimed the prefill within its lease"),
+    row("contended", "prefilled", "failed", p.give_way,
+        why="vLLM has no blocks for prompts that consumers wait for; for this one nobody waits"),
     row("expired", "transferring", "draining", p.stop_expired,
         why="the consumer does not renew: its blocks may be another request's soon"),
     row("expired", "draining", "=", p.tear_down,
@@ -218,6 +220,8 @@ IMPOSSIBLE = (
     | never("allocated held registered preempted prefilled transferring draining sent failed",
             "registered_beyond",
             "something is known of the id, so the limit does not concern it")
+    | never("unknown allocated held registered preempted transferring draining sent failed",
+            "contended", "only a prefill that nobody has claimed gives way")
     | never("held preempted", "rival_started rival_finished rival_ended",
             "there is no prefill on record to be rivalled")
     | never("prefilled transferring draining sent", "prefill_started prefill_finished",

@@ -15,6 +15,8 @@ class Timings:
 
     lease_s            an unclaimed prefill is kept, and a registration is good, so long without
                        a renewal.
+    lease_contended_s  an unclaimed prefill is kept so long while vLLM computes nothing though
+                       prompts wait (for blocks), and a consumer has waited so long for another.
     write_lease_s      slices may be posted so long after the consumer last sent a registration or
                        renewal; then the write pauses until the next one comes.
     slice_max_s        assumed bound on the time from asking `may_write` to the slice's last byte.
@@ -51,6 +53,7 @@ class Timings:
     """
 
     lease_s: float = 30.0
+    lease_contended_s: float = 5.0
     write_lease_s: float = 1.0
     slice_max_s: float = 0.4
     hold_max_s: float = 30.0

@@ -22,6 +22,7 @@ from kvflow.testing.world import World
 # Shorter than the defaults where only the bound matters, so that a world ends in milliseconds.
 TIMINGS = Timings(
     lease_s=6.0,
+    lease_contended_s=1.5,
     hold_max_s=9.0,
     prefill_max_s=40.0,
     load_deadline_s=20.0,
@@ -163,10 +164,14 @@ class Chaos:
         for process, leg in waiting:
             if process.alive and leg() is None:
                 self.queued.append((process, leg))
+        for producer in self.producers:
+            if producer.alive:
+                producer.step(queued=any(each in producer.nodes for each, _ in self.queued))
 
     def end(self) -> None:
         """Clients lose patience; all faults stop, and everything must end and be forgotten."""
         self.queued.clear()
+        self.retry_queued()
         self.world.say("all faults stop; everything must end")
         self.world.everything_ends()
 

@@ -110,6 +110,7 @@ class Producer:
         self.engine_id = f"{self.name}-{self._starts}"
         self.pool = Pool(self._blocks)
         self.prefills: dict[RequestId, Prefill] = {}
+        self.stalled = False
         self.nodes = [
             self.world.start_node(f"{self.engine_id}-{rank}", rank, self._prompt_tokens_max)
             for rank in self.ranks
@@ -193,6 +194,14 @@ class Producer:
     def release(self, transfer_id: TransferId) -> None:
         """A router says, through the side channel, that nobody will fetch this transfer."""
         self._tell(ev.ReleaseAsked(transfer_id=transfer_id))
+
+    def step(self, *, queued: bool) -> None:
+        """vLLM's scheduler takes a step; `queued` prompts have found no blocks in it."""
+        running = any(prefill.state == "running" for prefill in self.prefills.values())
+        stalled = queued and not running
+        if stalled != self.stalled:
+            self.stalled = stalled
+            self._tell(ev.PrefillsStalled() if stalled else ev.PrefillsResumed())
 
     def report_sent(self, node: Node, request_id: RequestId) -> None:
         """One worker lets go of its part: its memory is scribbled over at once."""

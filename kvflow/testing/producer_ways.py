@@ -157,6 +157,14 @@ def register_beyond(bench: Bench) -> None:
     bench.hear(C1, b.register(6))
 
 
+def stay_stalled(bench: Bench) -> None:
+    """vLLM is out of blocks, and a consumer waits for another prefill than this one."""
+    bench.take(ev.PrefillsStalled())
+    bench.hear(C2, b.register(of=TransferId("another")))
+    bench.wait(bench.engine.timings.lease_contended_s)
+    bench.take(ev.PrefillsResumed())
+
+
 TOO_MANY = ((4, 5, 6, 7),)
 PRODUCER_EVENTS: dict[str, list[Script]] = {
     "prefill_started": [takes(b.started())],
@@ -184,6 +192,7 @@ PRODUCER_EVENTS: dict[str, list[Script]] = {
     "write_failed": [takes(write_failed(5)), takes(write_failed(6))],
     "write_stopped": [takes(ev.WriteStopped(transfer_id=T, attempt=5))],
     "peer_lost": [lose_consumer],
+    "contended": [stay_stalled],
     "expired": [until_over],
     "closing": [takes(ev.Closing())],
 }

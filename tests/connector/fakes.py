@@ -82,8 +82,11 @@ def make(
     return SchedulerHalf(config(role), "engine-here", settings or Settings(), seal)
 
 
-def step(half: SchedulerHalf, preempted: set[str] | None = None) -> tuple[ev.Event, ...]:
-    output: Any = SimpleNamespace(preempted_req_ids=preempted)
+def step(
+    half: SchedulerHalf, preempted: set[str] | None = None, tokens: int = 1
+) -> tuple[ev.Event, ...]:
+    """A step in which vLLM computes so many tokens."""
+    output: Any = SimpleNamespace(preempted_req_ids=preempted, total_num_scheduled_tokens=tokens)
     return half.step(output).events
 
 
