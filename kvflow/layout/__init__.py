@@ -1,7 +1,7 @@
 """Block ids -> byte runs, between any two layouts. Pure arithmetic: knows neither vLLM nor NIXL."""
 
 from kvflow.layout.facts import Facts, check_compatible
-from kvflow.layout.pairing import check_layers, check_pair, pair, plan
+from kvflow.layout.pairing import check_layers, check_pair, pair
 from kvflow.layout.plan import GroupBlocks, Pairing
 from kvflow.layout.region import Plane, Region
 from kvflow.layout.runs import Int64s, Runs, slices
@@ -22,7 +22,6 @@ __all__ = [
     "check_sizes",
     "owed",
     "pair",
-    "plan",
     "served",
     "slices",
     "writers",

@@ -13,9 +13,9 @@ from operator import attrgetter
 import numpy as np
 
 from kvflow.errors import IncompatiblePeersError
-from kvflow.layout.plan import Bundle, Cut, GroupBlocks, Motion, Pairing, Pool
+from kvflow.layout.plan import Bundle, Cut, Motion, Pairing, Pool
 from kvflow.layout.region import Plane, Region
-from kvflow.layout.runs import Columns, Int64s, Runs, merged
+from kvflow.layout.runs import Columns, Int64s, merged
 
 _SAME_IN_REGIONS = ("group", "encoding", "heads_total", "is_state")
 _SAME_IN_PLANES = ("rows", "cell_bytes", "tile")
@@ -96,28 +96,6 @@ def pair(
             rows.setdefault(motion, []).append(row)
     bundles = [bundle for motion, parts in rows.items() for bundle in _bundles(motion, parts)]
     return Pairing(layers=tuple(layers), bundles=tuple(bundles))
-
-
-def plan(
-    source: Sequence[Region],
-    destination: Sequence[Region],
-    blocks: Sequence[tuple[Int64s, Int64s]],
-) -> list[Runs]:
-    """Runs that copy `blocks[group] = (source ids, destination ids)`, whole, of every layer.
-
-    For callers that hold no `Pairing` and know of no tokens; both sides' blocks are equal.
-    """
-    counts = [0] * len(blocks)
-    for region in source:
-        counts[region.group] = region.cells * region.subblocks
-    groups = [
-        GroupBlocks(source=ours, destination=theirs, start=0, tokens=len(ours) * count)
-        for (ours, theirs), count in zip(blocks, counts, strict=True)
-    ]
-    for ours, theirs in blocks:
-        if len(ours) != len(theirs):
-            raise ValueError(f"{len(ours)} blocks against {len(theirs)}")
-    return pair(source, destination, range).plan(groups)
 
 
 def _shared(ours: Sequence[Region], theirs: Sequence[Region]) -> Iterator[tuple[Region, Region]]:

@@ -1,6 +1,5 @@
 """What is planned for given blocks, and which blocks are refused."""
 
-import importlib
 import itertools
 from dataclasses import replace
 
@@ -9,13 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.layout import GroupBlocks, Int64s, Plane, Region, Runs, pair, slices
-from kvflow.layout import plan as plan_blocks
+from kvflow.layout import GroupBlocks, Plane, Region, Runs, pair, slices
 from kvflow.layout.named import amx_planes, vec_planes
 
 from .regions import BASE, cells, ids, moves, state
-
-PLAN = importlib.import_module("kvflow.layout.plan")
 
 
 def planned(
@@ -186,9 +182,9 @@ def test_a_group_without_blocks_is_refused_f20() -> None:
 def test_a_plan_of_more_runs_than_the_limit_is_refused_f19(monkeypatch: pytest.MonkeyPatch) -> None:
     pairing = pair([cells(order="nhd")], [cells()], range)
     groups = moves(ids(1, 3), ids(1, 3), 8)
-    monkeypatch.setattr(PLAN, "RUNS_MAX", 16)
+    monkeypatch.setattr("kvflow.layout.plan.RUNS_MAX", 16)
     assert sum(len(runs) for runs in pairing.plan(groups)) == 16
-    monkeypatch.setattr(PLAN, "RUNS_MAX", 15)
+    monkeypatch.setattr("kvflow.layout.plan.RUNS_MAX", 15)
     with pytest.raises(ValueError, match="a plan may have 15 runs, and this one needs more"):
         pairing.plan(groups)
 
@@ -199,7 +195,7 @@ def test_many_scattered_runs_are_not_sorted_and_still_the_same_copy(
     pairing = pair([cells(order="nhd")], [cells()], range)
     groups = moves(ids(5, 1, 3), ids(2, 9, 4), 12)
     (few,) = pairing.plan(groups)
-    monkeypatch.setattr(PLAN, "_SORTED_RUNS_MAX", 1)
+    monkeypatch.setattr("kvflow.layout.plan._SORTED_RUNS_MAX", 1)
     (many,) = pairing.plan(groups)
     assert sorted(rows(many)) == rows(few)
 
@@ -245,17 +241,3 @@ def test_a_run_longer_than_a_slice_is_cut_f19() -> None:
     assert [piece.bytes for piece in pieces] == [100, 28]
     starts = [int(piece.source[0]) for piece in pieces]
     assert starts == [BASE + 64, BASE + 164]
-
-
-# -- whole blocks, paired ------------------------------------------------------------------------
-
-
-def paired(source: Int64s, destination: Int64s) -> list[Runs]:
-    return plan_blocks([cells()], [cells()], [(source, destination)])
-
-
-def test_blocks_that_are_paired_already_are_moved_whole() -> None:
-    (runs,) = paired(ids(1, 4), ids(2, 3))
-    assert rows(runs) == [(BASE + 64, BASE + 128, 64), (BASE + 256, BASE + 192, 64)]
-    with pytest.raises(ValueError, match="3 blocks against 2"):
-        paired(ids(1, 2, 3), ids(1, 2))

@@ -18,7 +18,7 @@ from kvflow.errors import TransportError
 from kvflow.ids import AgentName, new_incarnation
 from kvflow.io.nixl_port import NixlPort
 from kvflow.io.port import PostState
-from kvflow.layout import Int64s, Region, Runs, plan, slices
+from kvflow.layout import GroupBlocks, Int64s, Region, Runs, pair, slices
 
 MEMORY_BYTES = 1 << 20
 BLOCK_BYTES = 4096
@@ -143,6 +143,12 @@ def regions(base: int, layers: int = LAYERS) -> list[Region]:
     ]
 
 
+def planned(memory: np.ndarray, peer: Peer, ours: Int64s, theirs: Int64s) -> list[Runs]:
+    """Blocks are one token each here."""
+    blocks = GroupBlocks(source=ours, destination=theirs, start=0, tokens=len(ours))
+    return pair(regions(memory.ctypes.data), regions(peer.base), range).plan([blocks])
+
+
 def whole(memory: np.ndarray) -> Region:
     """The buffer as one region of one block."""
     return Region.pages(
@@ -200,30 +206,24 @@ def meet(port: NixlPort, peer: Peer) -> None:
 
 @pytest.mark.parametrize("bytes_max", [MEMORY_BYTES, 3000])
 @pytest.mark.parametrize(
-    ("source_ids", "destination_ids"),
+    "blocks",
     [
-        pytest.param(ids(*range(1, 21)), ids(*range(30, 50)), id="contiguous"),
-        pytest.param(ids(5, 1, 63, 9, 2), ids(9, 2, 4, 62, 7), id="fragmented"),
-        pytest.param(ids(9), ids(63), id="one"),
+        pytest.param((ids(*range(1, 21)), ids(*range(30, 50))), id="contiguous"),
+        pytest.param((ids(5, 1, 63, 9, 2), ids(9, 2, 4, 62, 7)), id="fragmented"),
+        pytest.param((ids(9), ids(63)), id="one"),
     ],
 )
 def test_planned_runs_arrive_exactly_and_touch_nothing_else(
-    peer: Peer,
-    port: NixlPort,
-    memory: np.ndarray,
-    source_ids: Int64s,
-    destination_ids: Int64s,
-    bytes_max: int,
+    peer: Peer, port: NixlPort, memory: np.ndarray, blocks: tuple[Int64s, Int64s], bytes_max: int
 ) -> None:
     meet(port, peer)
-    source, destination = regions(memory.ctypes.data), regions(peer.base)
-    for runs in plan(source, destination, [(source_ids, destination_ids)]):
+    for runs in planned(memory, peer, *blocks):
         for piece in slices(runs, bytes_max, runs_max=4):
             assert finish(port, port.post(peer.name, piece)) is PostState.DONE
 
     expected = np.zeros(MEMORY_BYTES, dtype=np.uint8)
     for layer in range(LAYERS):
-        for ours, theirs in zip(source_ids, destination_ids, strict=True):
+        for ours, theirs in zip(*blocks, strict=True):
             from_byte = (layer * BLOCKS + int(ours)) * STRIDE_BYTES
             to_byte = (layer * BLOCKS + int(theirs)) * STRIDE_BYTES
             block = memory[from_byte : from_byte + BLOCK_BYTES]
@@ -236,8 +236,7 @@ def test_the_bytes_are_there_when_a_notification_sent_after_done_arrives(
 ) -> None:
     meet(port, peer)
     block_ids = ids(*range(2, BLOCKS, 2))
-    source, destination = regions(memory.ctypes.data), regions(peer.base)
-    (runs,) = plan(source, destination, [(block_ids, block_ids)])
+    (runs,) = planned(memory, peer, block_ids, block_ids)
     expected = np.zeros(MEMORY_BYTES, dtype=np.uint8)
     for value in range(1, 30):
         memory[:] = value
