@@ -14,11 +14,10 @@ from kvflow.testing.chaos import (
     CHANCES,
     MOMENTS_S,
     PAUSES_S,
-    PICKS,
-    TIMINGS,
     WHILES_S,
     Chaos,
 )
+from kvflow.testing.machines import PICKS, TIMINGS
 from kvflow.testing.rows import RowWatch
 from kvflow.testing.simulate import KEEPS_S
 
