@@ -70,7 +70,7 @@ class Pool:
     def places(
         self, name: str, ids: Int64s, begin: int, pieces: range, piece_tokens: int
     ) -> Places:
-        """Where `pieces` lie; `ids` are those from token `begin` on. `name` is for `ValueError`s."""
+        """Where `pieces` lie; `ids` begin with token `begin`. `name` is for `ValueError`s."""
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.blocks):
             raise ValueError(f"{name}: a block id is outside 0..{self.blocks - 1}")
         block_tokens = self.tokens * self.subblocks
