@@ -16,6 +16,7 @@ from kvflow.core import (
     classify,
     consumer,
     consumer_table,
+    contention,
     parts,
     peer,
     producer,
@@ -45,7 +46,11 @@ _QUICK = {
     consumer.NAME: consumer.LIVE,
     peer.NAME: frozenset({"meeting"}),
 }
-_EXPECTANT = {producer.NAME: producer.LIVE, consumer.NAME: frozenset(), peer.NAME: frozenset()}
+_EXPECTANT = {
+    producer.NAME: producer.LIVE - {"kept"},
+    consumer.NAME: frozenset(),
+    peer.NAME: frozenset(),
+}
 
 
 class Urgency(enum.Enum):
@@ -74,11 +79,14 @@ class Engine:
             ev.PrefillPreempted: self._prefill,
             ev.PrefillFinished: self._prefill,
             ev.PrefillAborted: self._prefill,
+            ev.PrefillsStalled: contention.watch,
+            ev.PrefillsResumed: contention.watch,
             ev.ReleaseAsked: self._release_asked,
             ev.BlocksAllocated: self._allocated,
             ev.LoadRefused: self._refused,
             ev.ReleaseWanted: self._release_wanted,
-            ev.LoadAborted: self._load_aborted,
+            ev.LoadAborted: self._load_ended,
+            ev.RequestEnded: self._load_ended,
             ev.NoticeReceived: Inbox(self.records).take,
             ev.NoticeFailed: self._notice_failed,
             ev.PeerIntroduced: self._introduced,
@@ -193,7 +201,8 @@ class Engine:
         rival = self._rival(event)
         record = self._load(event, turn)
         if rival is not None:
-            self.records.fire_consumer(rival, "rival_allocated", event, turn)
+            if not event.again:
+                self.records.fire_consumer(rival, "rival_allocated", event, turn)
             refused = ev.LoadRefused(
                 transfer_id=event.transfer_id,
                 request_id=event.request_id,
@@ -204,7 +213,8 @@ class Engine:
             self.records.fire_consumer(record, "load_refused", refused, turn)
             return
         self.records.claim(event.transfer_id, record)
-        self.records.fire_consumer(record, "blocks_allocated", event, turn)
+        trigger = "allocated_again" if event.again else "blocks_allocated"
+        self.records.fire_consumer(record, trigger, event, turn)
 
     def _refused(self, event: ev.LoadRefused, turn: Turn) -> None:
         self.records.fire_consumer(self._load(event, turn), "load_refused", event, turn)
@@ -217,12 +227,13 @@ class Engine:
         self.records.claim(event.transfer_id, record)
         self.records.fire_consumer(record, "release_wanted", event, turn)
 
-    def _load_aborted(self, event: ev.LoadAborted, turn: Turn) -> None:
+    def _load_ended(self, event: ev.LoadAborted | ev.RequestEnded, turn: Turn) -> None:
         record = self.records.consumers.get(event.request_id)
+        trigger = "load_aborted" if isinstance(event, ev.LoadAborted) else "request_ended"
         if record is None:
-            turn.effects.append(Ignored(kind="abort_of_unknown_load", key=event.request_id))
+            turn.effects.append(Ignored(kind=f"{trigger}_of_unknown", key=event.request_id))
             return
-        self.records.fire_consumer(record, "load_aborted", event, turn)
+        self.records.fire_consumer(record, trigger, event, turn)
 
     # -- events of the network -------------------------------------------------------------------
 
@@ -285,6 +296,8 @@ class Engine:
             self.records.fire_consumer(self.records.consumers[key], "expired", None, turn)
         elif kind == consumer.RESEND:
             self.records.fire_consumer(self.records.consumers[key], "resend_due", None, turn)
+        elif due == contention.STALL:
+            contention.give_way(self.records, turn)
         else:
             record = self.records.peer(key)
             if record.state == "meeting":

@@ -55,6 +55,16 @@ class PrefillAborted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillsStalled:
+    """vLLM's steps schedule nothing although prompts wait to be computed: no blocks are free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillsResumed:
+    """vLLM computes again, or no prompt waits any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseAsked:
     """A router says through the side channel that nobody will fetch this transfer."""
 
@@ -71,6 +81,9 @@ class BlocksAllocated:
     blocks     destination block ids per cache group, only those to be written.
     starts     first token per group whose KV is not here; the group's first block holds it.
     engine_id  the producer's engine id if the router named it, else None.
+    keep       should the request be preempted, its KV is wanted once more.
+    again      it was preempted after its KV had landed: only a producer that keeps its blocks is
+               asked, and a load of which there is none fails at once.
     """
 
     transfer_id: TransferId
@@ -81,6 +94,8 @@ class BlocksAllocated:
     blocks: Blocks
     starts: tuple[int, ...]
     tokens: int
+    keep: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +123,13 @@ class ReleaseWanted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadAborted:
     """vLLM ended a request; if its load is under way, it keeps the blocks until it is reported."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestEnded:
+    """vLLM ended a request whose load was over: what its producer keeps for it may go."""
 
     request_id: RequestId
 
@@ -215,11 +237,14 @@ Event = (
     | PrefillPreempted
     | PrefillFinished
     | PrefillAborted
+    | PrefillsStalled
+    | PrefillsResumed
     | ReleaseAsked
     | BlocksAllocated
     | LoadRefused
     | ReleaseWanted
     | LoadAborted
+    | RequestEnded
     | NoticeReceived
     | NoticeFailed
     | PeerIntroduced

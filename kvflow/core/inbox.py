@@ -35,8 +35,7 @@ class Inbox:
 
     def take(self, event: ev.NoticeReceived, turn: Turn) -> None:
         notice, sender = event.notice, event.sender
-        if isinstance(notice, Probe):
-            turn.effects.append(Ignored(kind="probe", key=sender))
+        if isinstance(notice, Probe):  # It is the sending that tells its sender something.
             return
         from_consumer = isinstance(notice, FROM_CONSUMER)
         record = (self.records.workers if from_consumer else self.records.engine_of).get(sender)
@@ -56,7 +55,7 @@ class Inbox:
             case Accepted():
                 self._stands(record, sender, (*_key(notice), notice.standing, None), turn)
             case Done():
-                word = said(record, sender, prefill=notice.prefill)
+                word = said(record, sender, prefill=notice.prefill, kept_s=notice.kept_s)
                 self._said(notice.transfer_id, notice.attempt, "done", word, turn)
             case Failed():
                 word = said(record, sender, reason=notice.reason)
@@ -154,7 +153,14 @@ def said(
     standing: Standing | None = None,
     reason: Reason | None = None,
     prefill: str = "",
+    kept_s: float = 0.0,
     is_dead: bool = False,
 ) -> FromRank:
-    rank = next(rank for rank, name in record.agents.items() if name == agent)
-    return FromRank(rank=rank, standing=standing, reason=reason, prefill=prefill, is_dead=is_dead)
+    return FromRank(
+        rank=next(rank for rank, name in record.agents.items() if name == agent),
+        standing=standing,
+        reason=reason,
+        prefill=prefill,
+        kept_s=kept_s,
+        is_dead=is_dead,
+    )

@@ -5,6 +5,9 @@ from dataclasses import dataclass, fields
 from kvflow.errors import ConfigurationError
 from kvflow.ids import ATTEMPT_STRIDE
 
+MAY_BE_ZERO = frozenset({"retries_max", "keep_sent_s"})
+"""Those that 0 switches off."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
@@ -15,6 +18,8 @@ class Timings:
 
     lease_s            an unclaimed prefill is kept, and a registration is good, so long without
                        a renewal.
+    lease_contended_s  an unclaimed prefill is kept so long while vLLM computes nothing though
+                       prompts wait (for blocks), and a consumer has waited so long for another.
     write_lease_s      slices may be posted so long after the consumer last sent a registration or
                        renewal; then the write pauses until the next one comes.
     slice_max_s        assumed bound on the time from asking `may_write` to the slice's last byte.
@@ -36,6 +41,9 @@ class Timings:
                        now and each time that it passes again: that shows a process that is gone.
     retries_max        a load whose WRITE failed is registered again so often (0 to 15).
     retry_hold_s       after a failed WRITE the blocks are kept so long for another attempt.
+    keep_sent_s        after a complete WRITE the blocks are kept so long, counted from the first,
+                       for a consumer that may be preempted and asks for it (`after_preemption`); 0
+                       for not at all.
     held_max           registrations kept for transfer ids of which no prefill is known yet.
     peers_max          consumer workers known at a time.
     floors_max         consumer workers of which the highest settled attempt is remembered.
@@ -51,6 +59,7 @@ class Timings:
     """
 
     lease_s: float = 30.0
+    lease_contended_s: float = 5.0
     write_lease_s: float = 1.0
     slice_max_s: float = 0.4
     hold_max_s: float = 30.0
@@ -68,6 +77,7 @@ class Timings:
     probe_silent_s: float = 1.0
     retries_max: int = 1
     retry_hold_s: float = 5.0
+    keep_sent_s: float = 0.0
     held_max: int = 4096
     peers_max: int = 1024
     floors_max: int = 65_536
@@ -83,7 +93,10 @@ class Timings:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if not value > 0 and each.name != "retries_max":
+            if each.name in MAY_BE_ZERO:
+                if not value >= 0:
+                    raise ConfigurationError(each.name, value, "at least 0")
+            elif not value > 0:
                 raise ConfigurationError(each.name, value, "more than 0")
         if not 0 <= self.retries_max < ATTEMPT_STRIDE:
             raise ConfigurationError("retries_max", self.retries_max, f"0 to {ATTEMPT_STRIDE - 1}")

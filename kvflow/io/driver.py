@@ -49,7 +49,7 @@ from kvflow.settings import Settings
 from kvflow.wire import codec
 from kvflow.wire import messages as m
 
-_PINNED = frozenset({"prefilled", "transferring", "draining"})
+_PINNED = frozenset({"prefilled", "transferring", "draining", "kept"})
 """States of a producer's record in which vLLM waits for `ReportSent`."""
 
 
@@ -154,11 +154,6 @@ class Driver:
         """A meeting failed."""
         final = isinstance(error, IncompatiblePeersError)
         self.take(ev.MeetingFailed(address=address, final=final, detail=str(error)))
-
-    def drop_everybody(self, why: str) -> None:
-        """Make every peer unreachable; their transfers end."""
-        for agent in list(self._remotes):
-            self.take(ev.NoticeFailed(agent=agent, detail=why))
 
     def abandon(self) -> None:
         """Once the port is closed nothing can land or be read: report what vLLM still waits for."""

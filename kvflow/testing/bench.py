@@ -145,6 +145,8 @@ def register(
     blocks: Blocks = BLOCKS,
     write_until_s: float | None = None,
     tokens: int = TOKENS,
+    prefill: str = "",
+    keep: bool = False,
 ) -> Register:
     return Register(
         transfer_id=of,
@@ -154,6 +156,8 @@ def register(
         tokens=tokens,
         lease_s=30.0,
         write_until_s=write_until_s,
+        keep=keep,
+        prefill=prefill,
     )
 
 
@@ -172,6 +176,8 @@ def allocated(
     blocks: Blocks = BLOCKS,
     engine_id: str | None = None,
     address: Address = ADDRESS,
+    keep: bool = False,
+    again: bool = False,
 ) -> ev.BlocksAllocated:
     return ev.BlocksAllocated(
         transfer_id=of,
@@ -182,6 +188,8 @@ def allocated(
         blocks=blocks,
         starts=(0,) * len(blocks),
         tokens=TOKENS,
+        keep=keep,
+        again=again,
     )
 
 
@@ -207,14 +215,18 @@ def load_aborted(request: str = "c") -> ev.LoadAborted:
     return ev.LoadAborted(request_id=RequestId(request))
 
 
+def request_ended(request: str = "c") -> ev.RequestEnded:
+    return ev.RequestEnded(request_id=RequestId(request))
+
+
 def accepted(
     standing: Standing = Standing.WAITING, attempt: int = 5, clock_s: float = 0.0
 ) -> Accepted:
     return Accepted(transfer_id=T, attempt=attempt, standing=standing, clock_s=clock_s)
 
 
-def done(attempt: int = 5, prefill: str = "r") -> Done:
-    return Done(transfer_id=T, attempt=attempt, prefill=prefill)
+def done(attempt: int = 5, prefill: str = "r", kept_s: float = 0.0) -> Done:
+    return Done(transfer_id=T, attempt=attempt, prefill=prefill, kept_s=kept_s)
 
 
 def failed(attempt: int = 5, reason: Reason = Reason.CANCELLED) -> Failed:

@@ -11,73 +11,34 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from kvflow.core import Timings
-from kvflow.core import events as ev
-from kvflow.ids import AgentName, TransferId
+from kvflow.ids import TransferId
 from kvflow.testing.driver import Node
-from kvflow.testing.engines import Consumer, Load, Prefill, Producer
-from kvflow.testing.faults import Fault, Faults
-from kvflow.testing.network import Weather
-from kvflow.testing.world import World
+from kvflow.testing.engines import Consumer, Producer
+from kvflow.testing.faults import Fault
+from kvflow.testing.machines import TIMINGS, Machines
+from kvflow.testing.prompts import Load, Prefill
 
-# Shorter than the defaults where only the bound matters, so that a world ends in milliseconds.
-TIMINGS = Timings(
-    lease_s=6.0,
-    hold_max_s=9.0,
-    prefill_max_s=40.0,
-    load_deadline_s=20.0,
-    stop_deadline_s=8.0,
-    write_drain_s=2.0,
-    tombstone_s=12.0,
-    peer_idle_s=30.0,
-)
 MOMENTS_S = (0.0006, 0.0015, 0.003, 0.01, 0.05, 0.2, 0.4)
 WHILES_S = (0.8, 1.2, 2.6, 4.0, 8.0, 14.0, 70.0)
 PAUSES_S = (0.4, 1.1, 3.0, 8.0, 25.0)
 CHANCES = (0.0, 0.0, 0.1, 0.3, 0.7)
-PICKS = 12
 QUEUE_MAX = 16
 """More legs than these do not wait for blocks: the router sends them elsewhere."""
 
 Leg = TypeVar("Leg", Prefill, Load)
 
 
-class Chaos:
-    """Some producers, some consumers. The first of each are used most: ids meet there.
+class Chaos(Machines):
+    """Machines, and the requests that are sent to them.
 
-    off     what a swarm phase has turned off (`kvflow.testing.faults.SWARM`).
     queued  legs that wait for blocks: the process that they were sent to, and how to try again.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        ranks: int,
-        timings: Timings = TIMINGS,
-        *,
-        producers: int = 2,
-        consumers: int = 2,
-        blocks: int = 60,
-        prompt_tokens_max: int | None = None,
-    ) -> None:
-        self.world = World(seed, timings)
-        self.producers = [
-            self.world.add_producer(
-                f"P{n}", ranks=ranks, blocks=blocks, prompt_tokens_max=prompt_tokens_max
-            )
-            for n in range(producers)
-        ]
-        self.consumers = [
-            self.world.add_consumer(f"C{n}", ranks=1 + n % 2, blocks=blocks)
-            for n in range(consumers)
-        ]
-        self.world.faults = Faults(slow_slices=0.6)
+    def __init__(self, seed: int, ranks: int, timings: Timings = TIMINGS, **options: Any) -> None:
+        """The options are those of `Machines`."""
+        super().__init__(seed, ranks, timings, **options)
         self.ids: list[TransferId] = []
-        self.off: frozenset[str] = frozenset()
         self.queued: list[tuple[Node, Callable[[], object]]] = []
-
-    @property
-    def engines(self) -> list[Producer | Consumer]:
-        return [*self.producers, *self.consumers]
 
     # -- what there is ---------------------------------------------------------------------------
 
@@ -98,14 +59,6 @@ class Chaos:
             for load in consumer.loads.values()
             if load.state in states
         ]
-
-    def _producer(self, pick: int) -> Producer:
-        others = len(self.producers) - 1
-        return self.producers[1 + pick // 6 % others if others and pick % 6 == 5 else 0]
-
-    def _consumer(self, pick: int) -> Consumer:
-        others = len(self.consumers) - 1
-        return self.consumers[1 + pick // 6 % others if others and pick % 6 == 5 else 0]
 
     def _id(self, pick: int, old: bool, unpaired: list[TransferId]) -> TransferId:
         """The id of a leg that has no counterpart yet, or one that was used, or a new one."""
@@ -166,10 +119,14 @@ class Chaos:
         for process, leg in waiting:
             if process.alive and leg() is None:
                 self.queued.append((process, leg))
+        for producer in self.producers:
+            if producer.alive:
+                producer.step(queued=any(each in producer.nodes for each, _ in self.queued))
 
     def end(self) -> None:
         """Clients lose patience; all faults stop, and everything must end and be forgotten."""
         self.queued.clear()
+        self.retry_queued()
         self.world.say("all faults stop; everything must end")
         self.world.everything_ends()
 
@@ -263,7 +220,7 @@ class Chaos:
         self.world.advance(then_s)
 
     def abort_load(self, pick: int) -> None:
-        if found := self.loads("loading", "received"):
+        if found := self.loads("loading", "received", "preempted"):
             consumer, load = found[pick % len(found)]
             self.world.strike(Fault.LOAD_ABORTED, f"{load.request_id} of {load.transfer_id}")
             consumer.abort(load)
@@ -272,7 +229,33 @@ class Chaos:
         if found := self.loads("received"):
             consumer, load = found[pick % len(found)]
             self.world.say(f"{load.request_id} has been decoded")
-            consumer.leave(load)
+            consumer.finish(load)
+
+    def finish_recomputed(self, pick: int) -> None:
+        """A request whose load failed was computed where it is decoded, and has ended."""
+        if found := self.loads("failed"):
+            consumer, load = found[pick % len(found)]
+            if not load.aborted:
+                self.world.say(f"{load.request_id} has been decoded without a load")
+                consumer.finish(load)
+
+    def preempt_load(self, pick: int, skip: int, reused: bool) -> None:
+        """The same parameters, hence the same producer.
+
+        skip    blocks that are still cached.
+        reused  the id has been used for another prefill since, as a router must not.
+        """
+        if found := self.loads("received"):
+            consumer, load = found[pick % len(found)]
+            self.world.strike(Fault.LOAD_PREEMPTED, f"{load.request_id} of {load.transfer_id}")
+            if reused and load.producer and load.producer.alive:
+                self.world.strike(Fault.ID_REUSED, load.transfer_id)
+                prefill = self._begin(load.producer, load.transfer_id)
+                if prefill and skip:
+                    load.producer.finish(prefill)
+            consumer.preempt(load)
+            if load.state == "preempted" and load.producer:
+                self._load(consumer, load.producer, load.transfer_id, skip=skip, again=load)
 
     def load_again(self, where: int, pick: int, same: bool) -> None:
         """After a preemption or a failure: the same request, a new attempt, new blocks."""
@@ -305,101 +288,3 @@ class Chaos:
             transfer_id = self.ids[-1 - pick % min(len(self.ids), 4)]
             self.world.strike(Fault.RELEASED_BY_ROUTER, f"{transfer_id} at {producer.name}")
             producer.release(transfer_id)
-
-    # -- faults ----------------------------------------------------------------------------------
-
-    def change_weather(self, loss: float, double: float, straggle: float) -> None:
-        self.world.network.weather = Weather(
-            loss=0.0 if "loss" in self.off else loss,
-            double=0.0 if "double" in self.off else double,
-            straggle=0.0 if "straggle" in self.off else straggle,
-            delay_s=0.02,
-            straggle_s=6.0,
-        )
-
-    def change_faults(
-        self, slow: float, fails: float, meeting_slow: float, **others: float
-    ) -> None:
-        faults = Faults(slow_slices=slow, write_fails=fails, meeting_slow=meeting_slow, **others)
-        self.world.faults = faults.without(self.off)
-
-    def heal(self) -> None:
-        self.world.say("all faults stop")
-        self.world.heal()
-
-    def _pair(self, one: int, other: int) -> tuple[AgentName, AgentName]:
-        producer = self.producers[one % len(self.producers)]
-        consumer = self.consumers[other % len(self.consumers)]
-        worker = producer.nodes[one // len(self.producers) % len(producer.nodes)]
-        nodes = consumer.nodes
-        return worker.agent, nodes[other // len(self.consumers) % len(nodes)].agent
-
-    def partition(self, one: int, other: int, data: bool) -> None:
-        worker, consumer = self._pair(one, other)
-        kind = Fault.PARTITION_WITH_DATA if data else Fault.PARTITION
-        self.world.strike(kind, f"between {worker} and {consumer}")
-        self.world.network.cut(worker, consumer, data=data)
-
-    def partition_one_way(self, one: int, other: int, to_consumer: bool) -> None:
-        worker, consumer = self._pair(one, other)
-        pair = (worker, consumer) if to_consumer else (consumer, worker)
-        self.world.strike(Fault.PARTITION_ONE_WAY, f"from {pair[0]} to {pair[1]}")
-        self.world.network.cut_one_way(*pair)
-
-    def pause(self, pick: int, seconds: float) -> None:
-        nodes = list(self.world.nodes.values())
-        if nodes:
-            self.world.pause(nodes[pick % len(nodes)], seconds)
-
-    def crash(self, pick: int) -> None:
-        """One time in three."""
-        if pick < PICKS // 3:
-            self.crash_engine(pick)
-
-    def crash_engine(self, pick: int) -> None:
-        engine = self.engines[pick % len(self.engines)]
-        if engine.alive:
-            is_producer = isinstance(engine, Producer)
-            kind = Fault.PRODUCER_CRASHED if is_producer else Fault.CONSUMER_CRASHED
-            self.world.strike(kind, engine.name)
-            engine.crash()
-
-    def restart(self) -> None:
-        for engine in self.engines:
-            if not engine.alive:
-                self.world.strike(Fault.RESTARTED, engine.name)
-                engine.start()
-                return
-
-    def close(self, pick: int) -> None:
-        """One time in three."""
-        if pick < PICKS // 3:
-            self.close_worker(pick)
-
-    def close_worker(self, pick: int) -> None:
-        """One worker is told that it will be gone."""
-        nodes = list(self.world.nodes.values())
-        if nodes:
-            node = nodes[pick % len(nodes)]
-            self.world.strike(Fault.CLOSING, node.agent)
-            node.take(ev.Closing())
-
-    def shut_down(self, pick: int, after_s: float) -> None:
-        """SIGTERM: every worker of an engine is told, and after a while the process is gone."""
-        engine = self.engines[pick % len(self.engines)]
-        if not engine.alive:
-            return
-        nodes = engine.nodes
-        self.world.strike(Fault.SHUT_DOWN, engine.name)
-        for node in nodes:
-            node.take(ev.Closing())
-
-        def be_gone() -> None:
-            if nodes[0].alive:
-                self.world.say(f"{engine.name} is gone")
-                engine.crash()
-
-        self.world.later(after_s, be_gone)
-
-    def pass_time(self, seconds: float) -> None:
-        self.world.advance(seconds)

@@ -1,102 +1,22 @@
-"""Modelled vLLM engines: a producer with some worker ranks, a consumer with one worker.
+"""Modelled vLLM engines: a producer with some worker ranks, a consumer with one or some.
 
 They do what vLLM's scheduler does: allocate blocks, compute, finish, preempt, abort, free, and
 reuse what was freed at once, so that a late write or read is seen.
 """
 
-import zlib
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvflow.core import effects as ef
 from kvflow.core import events as ev
 from kvflow.core.ledger import Block
 from kvflow.core.notices import Blocks
-from kvflow.ids import ATTEMPT_STRIDE, Address, AgentName, Rank, RequestId, TransferId
+from kvflow.ids import ATTEMPT_STRIDE, Address, Rank, RequestId, TransferId
 from kvflow.testing import invariants
-from kvflow.testing.driver import BLOCK_TOKENS, Node, Tag, writes_to
+from kvflow.testing.driver import BLOCK_TOKENS, Node, Tag
+from kvflow.testing.prompts import Load, Pool, Prefill, blocks_of, tokens_of
 
 if TYPE_CHECKING:
     from kvflow.testing.world import World
-
-GROUPS = 2
-
-
-def blocks_of(transfer_id: TransferId) -> tuple[int, ...]:
-    """How many blocks per group the prompt of this transfer has: the same for all who ask."""
-    seed = zlib.crc32(transfer_id.encode())
-    return (2 + seed % 7, 1 + seed // 7 % 3)
-
-
-def tokens_of(transfer_id: TransferId) -> int:
-    return BLOCK_TOKENS * blocks_of(transfer_id)[0]
-
-
-class Pool:
-    """Free block ids per group; what was freed last is given out first."""
-
-    def __init__(self, blocks: int) -> None:
-        self._free = [list(range(blocks)) for _ in range(GROUPS)]
-        self.blocks = blocks
-
-    def take(self, counts: tuple[int, ...]) -> Blocks | None:
-        if any(count > len(free) for count, free in zip(counts, self._free, strict=True)):
-            return None
-        return tuple(
-            tuple(free.pop() for _ in range(count))
-            for count, free in zip(counts, self._free, strict=True)
-        )
-
-    def give(self, blocks: Blocks) -> None:
-        for ids, free in zip(blocks, self._free, strict=True):
-            free.extend(ids)
-
-    @property
-    def full(self) -> bool:
-        return all(len(free) == self.blocks for free in self._free)
-
-
-@dataclass(slots=True, kw_only=True)
-class Prefill:
-    """One request in a producer. `held_by`: workers that have not reported it yet."""
-
-    request_id: RequestId
-    transfer_id: TransferId
-    state: str = "running"
-    blocks: Blocks = ()
-    held_by: set[AgentName] = field(default_factory=set)
-
-
-@dataclass(slots=True, kw_only=True)
-class Load:
-    """One request in a consumer, as vLLM sees it: loading, received, failed, over.
-
-    first     position of each group's first block.
-    reported  the workers that have reported it; vLLM goes on when all have.
-    """
-
-    request_id: RequestId
-    transfer_id: TransferId
-    attempt: int
-    ranks: tuple[Rank, ...]
-    blocks: Blocks = ()
-    first: tuple[int, ...] = ()
-    state: str = "loading"
-    reason: str = ""
-    aborted: bool = False
-    reported: set[AgentName] = field(default_factory=set)
-
-    @property
-    def given_back(self) -> bool:
-        return self.state in ("failed", "over")
-
-    def writers(self, node: Node) -> list[Rank]:
-        """The producer's ranks that write to this worker."""
-        return [
-            rank
-            for rank in self.ranks
-            if writes_to(rank.tp, len(self.ranks), node.rank.tp, node.ranks)
-        ]
 
 
 class Producer:
@@ -122,6 +42,7 @@ class Producer:
         self.engine_id = f"{self.name}-{self._starts}"
         self.pool = Pool(self._blocks)
         self.prefills: dict[RequestId, Prefill] = {}
+        self.stalled = False
         self.nodes = [
             self.world.start_node(
                 f"{self.engine_id}-{rank}", rank, len(self.ranks), self._prompt_tokens_max
@@ -208,6 +129,14 @@ class Producer:
         """A router says, through the side channel, that nobody will fetch this transfer."""
         self._tell(ev.ReleaseAsked(transfer_id=transfer_id))
 
+    def step(self, *, queued: bool) -> None:
+        """vLLM's scheduler takes a step; `queued` prompts have found no blocks in it."""
+        running = any(prefill.state == "running" for prefill in self.prefills.values())
+        stalled = queued and not running
+        if stalled != self.stalled:
+            self.stalled = stalled
+            self._tell(ev.PrefillsStalled() if stalled else ev.PrefillsResumed())
+
     def report_sent(self, node: Node, request_id: RequestId) -> None:
         """One worker lets go of its part: its memory is scribbled over at once."""
         prefill = self.prefills.get(request_id)
@@ -232,11 +161,15 @@ class Producer:
 
 
 class Consumer:
-    """A decode engine: one scheduler, one worker or several."""
+    """A decode engine: one scheduler, one worker or several.
 
-    def __init__(self, world: "World", name: str, ranks: int, blocks: int) -> None:
+    `registers`: its setting `after_preemption`.
+    """
+
+    def __init__(self, world: "World", name: str, ranks: int, blocks: int, registers: bool) -> None:
         self.world = world
         self.name = name
+        self.registers = registers
         self.ranks = tuple(Rank(0, tp) for tp in range(ranks))
         self._blocks = blocks
         self._starts = 0
@@ -279,7 +212,7 @@ class Consumer:
         engine_id: str | None = None,
         again: Load | None = None,
     ) -> Load | None:
-        """Reserve blocks and wait for KV; `again` is a request that was preempted or failed.
+        """Reserve blocks and wait for KV; `again` is a request that was preempted or has ended.
 
         skip       blocks that are cached here already.
         surplus    blocks too many, which no prefill can have.
@@ -296,6 +229,7 @@ class Consumer:
             return None
         self.attempts += ATTEMPT_STRIDE
         number = self.world.next_number()
+        preempted = again is not None and again.state == "preempted"
         load = Load(
             request_id=again.request_id if again else RequestId(f"{self.name}.c{number}"),
             transfer_id=transfer_id,
@@ -303,6 +237,8 @@ class Consumer:
             ranks=producer.ranks,
             blocks=blocks,
             first=skips,
+            producer=producer,
+            source=again.source if again and preempted else "",
         )
         self.loads[load.request_id] = load
         self._scribble(blocks)
@@ -316,6 +252,8 @@ class Consumer:
                 blocks=blocks,
                 starts=tuple(BLOCK_TOKENS * skipped for skipped in skips),
                 tokens=tokens_of(transfer_id) + BLOCK_TOKENS * surplus,
+                keep=self.registers,
+                again=preempted,
             )
         )
         return load
@@ -347,12 +285,27 @@ class Consumer:
 
     def abort(self, load: Load) -> None:
         load.aborted = True
-        self._tell(ev.LoadAborted(request_id=load.request_id))
+        if load.state == "loading" or not self.registers:
+            self._tell(ev.LoadAborted(request_id=load.request_id))
+        if load.state != "loading":
+            self.finish(load)
+
+    def finish(self, load: Load) -> None:
+        """A request whose load was over has ended."""
         if load.state == "received":
             self.leave(load)
+        load.state = "over"
+        if self.registers:
+            self._tell(ev.RequestEnded(request_id=load.request_id))
+
+    def preempt(self, load: Load) -> None:
+        """vLLM takes its blocks away; its KV is computed here, or asked for once more."""
+        self.leave(load)
+        if self.registers:
+            load.state = "preempted"
 
     def leave(self, load: Load) -> None:
-        """A received request has finished, or is preempted: its content was right to the end."""
+        """A received request goes without a word: its content was right to the end."""
         for node in self.nodes:
             invariants.content_is_right(node, load)
         load.state = "over"
@@ -384,7 +337,7 @@ class Consumer:
         load.reason = load.reason or effect.reason or ""
         load.reported.add(node.agent)
         if effect.reason is None:
-            invariants.content_is_right(node, load)
+            load.source = invariants.content_is_right(node, load)
         if len(load.reported) < len(self.nodes):
             return
         if not load.reason:

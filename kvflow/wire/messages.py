@@ -33,6 +33,7 @@ Attempt = Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+SecondsOrNone = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 Clock = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 """A reading of a worker's monotonic clock, in seconds."""
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
@@ -56,6 +57,8 @@ class Register(_Message, frozen=True, tag="register"):
     tokens: Count
     lease_s: Seconds
     write_until_s: Clock | None
+    keep: bool = False
+    prefill: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)] = ""
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):
@@ -71,6 +74,7 @@ class Done(_Message, frozen=True, tag="done"):
     transfer_id: TransferIdText
     attempt: Attempt
     prefill: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)] = ""
+    kept_s: SecondsOrNone = 0.0
 
 
 class Failed(_Message, frozen=True, tag="failed"):

@@ -44,6 +44,31 @@ def decode(number: int, **params: object) -> Any:
     return FakeRequest({**DECODE, **params}, request_id=f"r{number}-12345678")
 
 
+# -- prompts that find no blocks -----------------------------------------------------------------
+
+
+def test_that_prompts_wait_and_nothing_is_computed_is_told_when_it_changes_f17() -> None:
+    half = make()
+    prompt: Any = FakeRequest(PREFILL)
+    half.arrived(prompt)
+    assert kinds(step(half, tokens=0)) == ["PrefillStarted", "PrefillsStalled"]
+    assert kinds(step(half, tokens=0)) == []
+    assert kinds(step(half, tokens=16)) == ["PrefillsResumed"]
+    assert kinds(step(half, tokens=16)) == []
+    assert kinds(step(half, tokens=0)) == ["PrefillsStalled"]
+    finish(half, prompt)
+    assert kinds(step(half, tokens=0)) == ["PrefillFinished", "PrefillsResumed"]
+    assert kinds(step(half, tokens=0)) == []
+    half.close()
+
+
+def test_an_engine_in_which_no_prefill_leg_waits_is_never_stalled() -> None:
+    half = make()
+    schedule(half, decode(1))
+    assert kinds(step(half, tokens=0)) == ["BlocksAllocated"]
+    half.close()
+
+
 # -- parked loads --------------------------------------------------------------------------------
 
 

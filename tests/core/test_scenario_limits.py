@@ -7,7 +7,8 @@ from kvflow.core import Timings
 from kvflow.core import events as ev
 from kvflow.core.notices import Failed
 from kvflow.ids import RequestId, TransferId
-from kvflow.testing.engines import Consumer, Producer, tokens_of
+from kvflow.testing.engines import Consumer, Producer
+from kvflow.testing.prompts import tokens_of
 from kvflow.testing.scenes import T, acquainted, both_legs, prefilled
 from kvflow.testing.transcript import check
 from kvflow.testing.world import World

@@ -9,7 +9,7 @@ from kvflow.core import Timings
 from kvflow.core.notices import Probe
 from kvflow.testing import bench as b
 from kvflow.testing.bench import C1, P0, Bench
-from kvflow.testing.engines import Prefill
+from kvflow.testing.prompts import Prefill
 from kvflow.testing.scenes import T, acquainted, both_legs
 from kvflow.testing.transcript import check
 from kvflow.testing.ways import WAYS, Script

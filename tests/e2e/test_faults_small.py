@@ -68,7 +68,10 @@ def test_sixteen_requests_pass_through_pools_for_three(small: Trio, dispatch: Di
 
 
 def test_requests_that_reach_the_two_engines_in_opposite_orders_end(small: Trio) -> None:
-    """The producer's blocks wait for loads that wait for the consumer's blocks, and the reverse."""
+    """The producer's blocks wait for loads that wait for the consumer's blocks, and the reverse.
+
+    It is not the prefills' leases that end it.
+    """
 
     async def work() -> None:
         async with Client(small.endpoints(FAILS)) as client:
@@ -92,6 +95,10 @@ def test_requests_that_reach_the_two_engines_in_opposite_orders_end(small: Trio)
                     note(f"ended by {took_s:.1f} s: {failure.reason if failure else 'right'}")
                 await asyncio.gather(*prefills)
             note(f"{errors} of {len(decodes)} loads failed")
+            ids = [str(naming.transfer_id) for naming in namings.values()]
+            steps = [step for each in ids for step in small.traces.steps(PRODUCER, each)]
+            assert errors == sum(step.trigger == "contended" for step in steps) > 0
+            assert not any(step.trigger == "expired" and step.dest == "failed" for step in steps)
             await small.assert_empty(LEASE_S + 3, *small.engines)
             await serves(small, client)
 

@@ -194,6 +194,10 @@ class Side:
         hello = self.driver.hello
         return m.MeetReply(engine_id=hello.engine_id, incarnation=hello.incarnation, ranks=(hello,))
 
+    def loses(self, peer: "Side") -> None:
+        """The transfer library says that the peer cannot be reached."""
+        self.driver.take(ev.NoticeFailed(agent=peer.agent, detail="a test"))
+
     def state(self, machine: str, key: str) -> str:
         records = self.driver.engine.records
         table = records.producers if machine == "producer" else records.consumers

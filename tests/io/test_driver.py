@@ -1,6 +1,7 @@
 """The driver against in-memory ports and a clock that is set by hand."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from .sides import (
     SOURCE,
     Pair,
     Side,
+    allocated,
     load_of,
     prefill_first,
     prefill_of,
@@ -337,14 +339,14 @@ def test_a_bug_in_a_write_fails_that_write(pair: Pair, monkeypatch: pytest.Monke
 # -- ends ----------------------------------------------------------------------------------------
 
 
-def test_drop_everybody_ends_every_transfer_once(pair: Pair) -> None:
+def test_a_lost_peer_ends_every_transfer_that_depends_on_it_once(pair: Pair) -> None:
     prefill_first(pair, "t")
     pair.finish_prefill("other", [1])
     pair.load("other", [1], attempt=32)
     pair.consumer.driver.met(pair.producer.address, pair.producer.reply())
     pair.consumer.meetings.clear()
     assert pair.consumer.state("consumer", "load-other") == "registering"
-    pair.consumer.driver.drop_everybody("a test")
+    pair.consumer.loses(pair.producer)
     assert not pair.consumer.port.peers
     pair.turn_times(100, seconds=0.5)
     pair.turn_until_quiet()
@@ -355,12 +357,19 @@ def test_drop_everybody_ends_every_transfer_once(pair: Pair) -> None:
 
 
 def test_what_vllm_waits_for_is_reported_when_the_driver_is_abandoned(pair: Pair) -> None:
+    pair.producer.driver.engine.timings = Timings(keep_sent_s=10.0)
+    pair.finish_prefill("kept", [20])
+    event = allocated("kept", pair.producer.address, [20], attempt=1)
+    pair.consumer.driver.take(replace(event, keep=True))
+    pair.turn_times(10)
+    assert pair.producer.state("producer", "kept") == "kept"
     writing(pair)
     pair.load("waiting", [1], attempt=32)
+    pair.consumer.reports.received_ids.clear()
     for side in pair.sides:
         side.port.close()
         side.driver.abandon()
-    assert pair.producer.reports.sent_ids == [prefill_of("t")]
+    assert sorted(pair.producer.reports.sent_ids) == [prefill_of("kept"), prefill_of("t")]
     assert sorted(pair.consumer.reports.received_ids) == [
         (load_of("t"), Reason.SHUTDOWN),
         (load_of("waiting"), Reason.SHUTDOWN),

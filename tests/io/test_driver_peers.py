@@ -246,7 +246,7 @@ def test_two_engines_that_are_both_to_each_other_know_each_other_both_ways(pair:
 def test_a_late_answer_of_a_dropped_producer_does_not_count_as_acquaintance(pair: Pair) -> None:
     pair.load("t", DESTINATION)
     pair.turn_times(3)
-    pair.consumer.driver.drop_everybody("a test")
+    pair.consumer.loses(pair.producer)
     late = Accepted(
         transfer_id=TransferId("t"), attempt=1, standing=Standing.WAITING, clock_s=pair.clock.now
     )
@@ -339,7 +339,7 @@ def test_a_producer_that_forgot_its_consumer_learns_it_again_from_a_resend(pair:
     pair.load("t", DESTINATION)
     pair.turn_times(3)
     assert pair.consumer.state("consumer", load_of("t")) == "registered"
-    pair.producer.driver.drop_everybody("a test")
+    pair.producer.loses(pair.consumer)
     assert not pair.producer.driver.engine.records.workers
     pair.load("next", [9], attempt=32)
     pair.turn()

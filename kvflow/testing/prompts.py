@@ -1,0 +1,95 @@
+"""What modelled vLLM engines know of their requests, and their pools of blocks."""
+
+import zlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvflow.core.notices import Blocks
+from kvflow.ids import AgentName, Rank, RequestId, TransferId
+from kvflow.testing.driver import BLOCK_TOKENS, Node, writes_to
+
+if TYPE_CHECKING:
+    from kvflow.testing.engines import Producer
+
+GROUPS = 2
+
+
+def blocks_of(transfer_id: TransferId) -> tuple[int, ...]:
+    """How many blocks per group the prompt of this transfer has: the same for all who ask."""
+    seed = zlib.crc32(transfer_id.encode())
+    return (2 + seed % 7, 1 + seed // 7 % 3)
+
+
+def tokens_of(transfer_id: TransferId) -> int:
+    return BLOCK_TOKENS * blocks_of(transfer_id)[0]
+
+
+class Pool:
+    """Free block ids per group; what was freed last is given out first."""
+
+    def __init__(self, blocks: int) -> None:
+        self._free = [list(range(blocks)) for _ in range(GROUPS)]
+        self.blocks = blocks
+
+    def take(self, counts: tuple[int, ...]) -> Blocks | None:
+        if any(count > len(free) for count, free in zip(counts, self._free, strict=True)):
+            return None
+        return tuple(
+            tuple(free.pop() for _ in range(count))
+            for count, free in zip(counts, self._free, strict=True)
+        )
+
+    def give(self, blocks: Blocks) -> None:
+        for ids, free in zip(blocks, self._free, strict=True):
+            free.extend(ids)
+
+    @property
+    def full(self) -> bool:
+        return all(len(free) == self.blocks for free in self._free)
+
+
+@dataclass(slots=True, kw_only=True)
+class Prefill:
+    """One request in a producer. `held_by`: workers that have not reported it yet."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+    state: str = "running"
+    blocks: Blocks = ()
+    held_by: set[AgentName] = field(default_factory=set)
+
+
+@dataclass(slots=True, kw_only=True)
+class Load:
+    """One request in a consumer, as vLLM sees it: loading, received, preempted, failed, over.
+
+    first     position of each group's first block.
+    reported  the workers that have reported it; vLLM goes on when all have.
+    producer  the one that it loads from, if its parameters name one.
+    source    the prefill whose KV it had, or will have once more.
+    """
+
+    request_id: RequestId
+    transfer_id: TransferId
+    attempt: int
+    ranks: tuple[Rank, ...]
+    blocks: Blocks = ()
+    first: tuple[int, ...] = ()
+    state: str = "loading"
+    reason: str = ""
+    aborted: bool = False
+    reported: set[AgentName] = field(default_factory=set)
+    producer: "Producer | None" = field(default=None, repr=False)
+    source: str = ""
+
+    @property
+    def given_back(self) -> bool:
+        return self.state in ("preempted", "failed", "over")
+
+    def writers(self, node: Node) -> list[Rank]:
+        """The producer's ranks that write to this worker."""
+        return [
+            rank
+            for rank in self.ranks
+            if writes_to(rank.tp, len(self.ranks), node.rank.tp, node.ranks)
+        ]
