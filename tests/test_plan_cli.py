@@ -173,7 +173,7 @@ def group(**fields: object) -> dict[str, object]:
         ({"kv_heads": None}, "groups[0].kv_heads: neither the group nor the engine says"),
         ({"head_size": None}, "groups[0].head_size: neither the group nor the engine says"),
         ({"kernel_block_size": 5}, "groups[0].kernel_block_size: 5 does not divide block_size 16"),
-        ({"layout": "cpu-amx"}, "groups[0].head_size: 8 is not a multiple of 16"),
+        ({"layout": "cpu-amx"}, "groups[0].head_size: 8 is no multiple of cpu-amx's 16"),
         (group(kind="sliding"), "groups[0].window: a sliding group has one, and no other"),
         (group(kind="full", window=8), "groups[0].window: a sliding group has one, and no other"),
         (group(kind="state"), "groups[0].state_bytes: a state group has them, and no other"),

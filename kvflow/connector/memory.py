@@ -29,12 +29,11 @@ from kvflow.connector.groups import layer_spec, transferred
 from kvflow.errors import ConfigurationError
 from kvflow.ids import Rank
 from kvflow.layout import Facts, Plane, Region
+from kvflow.layout.named import amx_planes, vec_planes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_AMX_TILE_TOKENS = 16
-_AMX_STRIP_DIMS = 16
 _ROWS_ISAS = frozenset({"vec", "vec16"})
 
 
@@ -177,56 +176,8 @@ def _planes(
         config.model_config.dtype, tokens, spec.head_size, config.cache_config.cache_dtype
     )
     if spec.head_size == spec.head_size_v and isa in _ROWS_ISAS and item > 1:
-        return _row_planes(head, tokens, spec.head_size, item), f"{dtype} K in rows"
+        return vec_planes(tokens, spec.head_size, item, head), f"{dtype} K in rows"
     if spec.head_size == spec.head_size_v and isa == "amx" and item == 2:
-        return _amx_planes(head, tokens, spec.head_size, item), f"{dtype} AMX"
+        return amx_planes(tokens, spec.head_size, item, head), f"{dtype} AMX"
     page = Plane(name="page", token_stride=token, cell_bytes=content_bytes, tile=tokens, **whole)
     return (page,), f"{dtype} {isa} {tokens}x{spec.head_size}"
-
-
-def _row_planes(head: int, tokens: int, dims: int, item: int) -> tuple[Plane, Plane]:
-    """Keys: of each dimension, all tokens of the block; then values: of each token, all of it."""
-    keys = Plane(
-        name="k",
-        offset=0,
-        head_stride=head,
-        rows=dims,
-        row_stride=tokens * item,
-        token_stride=item,
-        cell_bytes=item,
-    )
-    values = Plane(
-        name="v",
-        offset=tokens * dims * item,
-        head_stride=head,
-        rows=1,
-        row_stride=dims * item,
-        token_stride=dims * item,
-        cell_bytes=dims * item,
-    )
-    return keys, values
-
-
-def _amx_planes(head: int, tokens: int, dims: int, item: int) -> tuple[Plane, Plane]:
-    """Keys: tiles of 16 tokens; then values: strips of 16 dimensions, tokens in pairs."""
-    keys = Plane(
-        name="k",
-        offset=0,
-        head_stride=head,
-        rows=1,
-        row_stride=dims * item,
-        token_stride=dims * item,
-        cell_bytes=dims * item,
-        tile=_AMX_TILE_TOKENS,
-    )
-    values = Plane(
-        name="v",
-        offset=tokens * dims * item,
-        head_stride=head,
-        rows=dims // _AMX_STRIP_DIMS,
-        row_stride=tokens * _AMX_STRIP_DIMS * item,
-        token_stride=_AMX_STRIP_DIMS * item,
-        cell_bytes=_AMX_STRIP_DIMS * item,
-        tile=2,
-    )
-    return keys, values

@@ -21,8 +21,8 @@ ORDERS = {
     "BHLNC": "BHLNC",
 }
 """Axis orders by name."""
-_AMX_TILE = 16
-"""Tokens of a tile of keys, elements of a row of values."""
+AMX_UNIT = 16
+"""Tokens of a tile of keys, elements of a strip of values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,55 +60,55 @@ def cell_plane(name: str, cell_bytes: int, step: Strides) -> Plane:
     )
 
 
-def vec_planes(tokens: int, head_size: int, element_bytes: int) -> tuple[Plane, ...]:
-    """CPU, vector instructions: per head the keys, one row per element; then the values."""
-    half = tokens * head_size * element_bytes
-    row = tokens * element_bytes
-    return (
-        Plane(
-            name="k",
-            offset=0,
-            head_stride=2 * half,
-            rows=head_size,
-            row_stride=row,
-            token_stride=element_bytes,
-            cell_bytes=element_bytes,
-        ),
-        Plane(
-            name="v",
-            offset=half,
-            head_stride=2 * half,
-            rows=1,
-            row_stride=half,
-            token_stride=head_size * element_bytes,
-            cell_bytes=head_size * element_bytes,
-        ),
+def vec_planes(
+    tokens: int, head_size: int, element_bytes: int, head_stride: int
+) -> tuple[Plane, Plane]:
+    """CPU, vector instructions. Keys: a row of tokens per element; then values, by tokens."""
+    cell = head_size * element_bytes
+    keys = Plane(
+        name="k",
+        offset=0,
+        head_stride=head_stride,
+        rows=head_size,
+        row_stride=tokens * element_bytes,
+        token_stride=element_bytes,
+        cell_bytes=element_bytes,
     )
+    values = Plane(
+        name="v",
+        offset=tokens * cell,
+        head_stride=head_stride,
+        rows=1,
+        row_stride=cell,
+        token_stride=cell,
+        cell_bytes=cell,
+    )
+    return keys, values
 
 
-def amx_planes(tokens: int, head_size: int, element_bytes: int) -> tuple[Plane, ...]:
-    """CPU, AMX: per head the keys in tiles of 16 tokens; the values in rows, tokens in pairs."""
-    half = tokens * head_size * element_bytes
-    cell = _AMX_TILE * element_bytes
-    return (
-        Plane(
-            name="k",
-            offset=0,
-            head_stride=2 * half,
-            rows=1,
-            row_stride=half,
-            token_stride=head_size * element_bytes,
-            cell_bytes=head_size * element_bytes,
-            tile=_AMX_TILE,
-        ),
-        Plane(
-            name="v",
-            offset=half,
-            head_stride=2 * half,
-            rows=head_size // _AMX_TILE,
-            row_stride=tokens * cell,
-            token_stride=cell,
-            cell_bytes=cell,
-            tile=2,
-        ),
+def amx_planes(
+    tokens: int, head_size: int, element_bytes: int, head_stride: int
+) -> tuple[Plane, Plane]:
+    """CPU, AMX. Keys: tiles of 16 tokens; then values: strips of 16 elements, tokens in pairs."""
+    cell, strip = head_size * element_bytes, AMX_UNIT * element_bytes
+    keys = Plane(
+        name="k",
+        offset=0,
+        head_stride=head_stride,
+        rows=1,
+        row_stride=cell,
+        token_stride=cell,
+        cell_bytes=cell,
+        tile=AMX_UNIT,
     )
+    values = Plane(
+        name="v",
+        offset=tokens * cell,
+        head_stride=head_stride,
+        rows=head_size // AMX_UNIT,
+        row_stride=tokens * strip,
+        token_stride=strip,
+        cell_bytes=strip,
+        tile=2,
+    )
+    return keys, values

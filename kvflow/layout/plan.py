@@ -48,6 +48,18 @@ class GroupBlocks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where pieces lie on one side, in the order of tokens: kernel block, and place in it."""
+
+    block: Int64s
+    place: Int64s
+
+    def addresses(self, stride: int, step: int) -> Int64s:
+        """Of each piece, from the address of block 0, place 0 on."""
+        return self.block * stride + self.place * step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """How the block ids of a group address one side: the fields of `Region`, a state as 1 token."""
 
@@ -55,15 +67,24 @@ class Pool:
     subblocks: int
     tokens: int
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
-    """Where pieces lie, in the order of tokens: kernel block and place in it, on both sides."""
-
-    source_block: Int64s
-    source_place: Int64s
-    destination_block: Int64s
-    destination_place: Int64s
+    def places(
+        self, name: str, ids: Int64s, begin: int, pieces: range, piece_tokens: int
+    ) -> Places:
+        """Where `pieces` lie; `ids` begin with token `begin`. `name` is for `ValueError`s."""
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.blocks):
+            raise ValueError(f"{name}: a block id is outside 0..{self.blocks - 1}")
+        block_tokens = self.tokens * self.subblocks
+        skipped = begin // block_tokens
+        needed = -(-pieces.stop * piece_tokens // block_tokens) - skipped if pieces else 0
+        if len(ids) < needed:
+            raise ValueError(f"{name}: {len(ids)} blocks where {needed} are needed")
+        numbers = np.arange(pieces.start, pieces.stop, dtype=np.int64)
+        kernel_block, place = np.divmod(numbers, self.tokens // piece_tokens)
+        nth, part = np.divmod(kernel_block, self.subblocks)
+        owners = ids[nth - skipped]
+        if not owners.all():
+            raise ValueError(f"{name}: the null block (0) is among the blocks that are owed")
+        return Places(block=owners * self.subblocks + part, place=place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,58 +97,29 @@ class Cut:
     source: Pool
     destination: Pool
 
-    def pieces(self, groups: Sequence[GroupBlocks]) -> Pieces:
-        """The owed pieces. Raises `ValueError`, in a sentence, for blocks that cannot be."""
+    def places(self, groups: Sequence[GroupBlocks]) -> tuple[Places, Places]:
+        """The owed pieces, on both sides. Raises `ValueError`, in a sentence."""
         if self.group >= len(groups):
             raise ValueError(f"no blocks of group {self.group} among those of {len(groups)} groups")
         blocks = groups[self.group]
-        start, tokens = blocks.start, blocks.tokens
-        if self.is_state:
-            start, tokens = 0, 1
-            if (len(blocks.source), len(blocks.destination)) != (1, 1):
-                raise ValueError(
-                    f"group {self.group} is a state: one block on each side, not "
-                    f"{len(blocks.source)} and {len(blocks.destination)}"
-                )
+        start, tokens = (0, 1) if self.is_state else (blocks.start, blocks.tokens)
+        counts = len(blocks.source), len(blocks.destination)
+        if self.is_state and counts != (1, 1):
+            raise ValueError(
+                f"group {self.group} is a state: one block on each side, not {counts[0]} and "
+                f"{counts[1]}"
+            )
         if start < 0:
             raise ValueError(f"group {self.group}: start {start} is negative")
         # Both ends are rounded outwards to whole pieces: what is moved too much lies in blocks of
-        # this request, is either what the destination holds already or nobody's.
-        first, stop = start // self.tokens, max(-(-tokens // self.tokens), 0)
-        if start >= tokens:
-            stop = first
-        destination_block, destination_place = self._places(
-            "destination", self.destination, blocks.destination, start, first, stop
+        # this request, and is either what the destination holds already or nobody's.
+        stop = -(-tokens // self.tokens) if tokens > start else 0
+        pieces = range(start // self.tokens, stop)
+        name = f"group {self.group}"
+        source = self.source.places(f"{name}, source", blocks.source, 0, pieces, self.tokens)
+        return source, self.destination.places(
+            f"{name}, destination", blocks.destination, start, pieces, self.tokens
         )
-        source_block, source_place = self._places(
-            "source", self.source, blocks.source, 0, first, stop
-        )
-        return Pieces(
-            source_block=source_block,
-            source_place=source_place,
-            destination_block=destination_block,
-            destination_place=destination_place,
-        )
-
-    def _places(
-        self, side: str, pool: Pool, ids: Int64s, begin: int, first: int, stop: int
-    ) -> tuple[Int64s, Int64s]:
-        """Kernel blocks and places of pieces `first` to `stop`; `ids` are from token `begin` on."""
-        where = f"group {self.group}, {side}"
-        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= pool.blocks):
-            raise ValueError(f"{where}: a block id is outside 0..{pool.blocks - 1}")
-        block_tokens = pool.tokens * pool.subblocks
-        skipped = begin // block_tokens
-        needed = -(-stop * self.tokens // block_tokens) - skipped if stop > first else 0
-        if len(ids) < needed:
-            raise ValueError(f"{where}: {len(ids)} blocks where {needed} are needed")
-        numbers = np.arange(first, stop, dtype=np.int64)
-        kernel_block, place = np.divmod(numbers, pool.tokens // self.tokens)
-        nth, part = np.divmod(kernel_block, pool.subblocks)
-        owners = ids[nth - skipped]
-        if not owners.all():
-            raise ValueError(f"{where}: the null block (0) is among the blocks that are owed")
-        return owners * pool.subblocks + part, place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,14 +148,14 @@ class Bundle:
     source: Int64s
     destination: Int64s
 
-    def joined(self, pieces: Pieces) -> Columns:
+    def joined(self, source: Places, destination: Places) -> Columns:
         """The runs of a row at address 0: pieces that touch on both sides are one."""
         motion = self.motion
-        source = pieces.source_block * motion.source_stride
-        source += pieces.source_place * motion.source_step
-        destination = pieces.destination_block * motion.destination_stride
-        destination += pieces.destination_place * motion.destination_step
-        return merged(source, destination, np.full(len(source), self.length))
+        return merged(
+            source.addresses(motion.source_stride, motion.source_step),
+            destination.addresses(motion.destination_stride, motion.destination_step),
+            np.full(len(source.block), self.length),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,11 +180,11 @@ class Pairing:
         Raises `ValueError`, in a sentence: an id is outside its pool, the null block is owed, there
         are too few blocks, or the plan has more than `RUNS_MAX` runs.
         """
-        pieces = {cut: cut.pieces(groups) for cut in {bundle.motion.cut for bundle in self.bundles}}
+        places = {cut: cut.places(groups) for cut in {bundle.motion.cut for bundle in self.bundles}}
         parts: dict[Memories, list[tuple[Bundle, Columns]]] = {}
         total = 0
         for bundle in self.bundles:
-            joined = bundle.joined(pieces[bundle.motion.cut])
+            joined = bundle.joined(*places[bundle.motion.cut])
             if len(joined[0]):
                 total += len(bundle.source) * len(joined[0])
                 parts.setdefault(bundle.motion.memories, []).append((bundle, joined))

@@ -10,7 +10,7 @@ import msgspec
 from kvflow.errors import KVFlowError
 from kvflow.ids import Rank
 from kvflow.layout import Facts, Plane, Region, Side
-from kvflow.layout.named import ORDERS, amx_planes, cell_plane, strides, vec_planes
+from kvflow.layout.named import AMX_UNIT, ORDERS, amx_planes, cell_plane, strides, vec_planes
 from kvflow.layout.topology import held
 from kvflow.wire.messages import GROUPS_MAX, RANKS_MAX, REGIONS_MAX
 
@@ -177,8 +177,8 @@ class Cache:
                 f"kernel_block_size: {self.kernel_block_size} does not divide "
                 f"block_size {self.block_size}"
             )
-        if self.engine.layout == "cpu-amx" and self.head_size % 16:
-            yield f"head_size: {self.head_size} is not a multiple of 16, which cpu-amx needs"
+        if self.engine.layout == "cpu-amx" and self.head_size % AMX_UNIT:
+            yield f"head_size: {self.head_size} is no multiple of cpu-amx's {AMX_UNIT}"
 
     def regions(self, rank: Rank, base: int) -> Iterator[Region]:
         """The regions of this group in one rank, from address `base` on."""
@@ -225,9 +225,9 @@ class Cache:
         blocks = self.engine.pool_blocks * subblocks
         kind, layout = self.group.kind, self.engine.layout
         if kind in ("full", "sliding") and layout in _CPU:
-            planes = _CPU[layout](self.kernel_block_size, self.head_size, element)
-            page = heads * planes[0].head_stride
-            return planes, page, page * blocks
+            head = 2 * self.kernel_block_size * self.head_size * element
+            planes = _CPU[layout](self.kernel_block_size, self.head_size, element, head)
+            return planes, heads * head, heads * head * blocks
         if kind == "state":
             name, cell, tokens = "state", self.group.state_bytes or 0, 1
         else:

@@ -18,7 +18,7 @@ FACTS = Facts(
     pp_size=1,
     kv_layout="amx",
 )
-PLANES = amx_planes(16, 128, 2)
+PLANES = amx_planes(16, 128, 2, 8192)
 REGION = Region(
     layer="model.layers.0.self_attn.attn",
     group=0,

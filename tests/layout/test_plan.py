@@ -112,12 +112,12 @@ def test_blocks_freed_outside_of_a_window_are_not_read_f15() -> None:
     assert rows(runs) == [(BASE + 192, BASE + 448, 64)]
 
 
-@pytest.mark.parametrize("planes", [vec_planes(16, 64, 4), amx_planes(16, 64, 4)])
+@pytest.mark.parametrize("planes", [vec_planes(16, 64, 4, 8192), amx_planes(16, 64, 4, 8192)])
 def test_what_lies_inside_of_whole_equal_blocks_costs_nothing_f19(
     planes: tuple[Plane, ...],
 ) -> None:
     """Keys, values and heads of a block are one row, or scattered blocks would be many runs."""
-    page = 2 * planes[0].head_stride
+    page = 2 * 8192
     ours = replace(
         cells(), tokens=16, planes=planes, stride_bytes=page, block_bytes=page, encoding="cpu"
     )
