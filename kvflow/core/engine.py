@@ -37,7 +37,11 @@ _QUICK = {
     consumer.NAME: consumer.LIVE,
     peer.NAME: frozenset({"meeting"}),
 }
-_EXPECTANT = {producer.NAME: producer.LIVE - {"kept"}, consumer.NAME: frozenset(), peer.NAME: frozenset()}
+_EXPECTANT = {
+    producer.NAME: producer.LIVE - {"kept"},
+    consumer.NAME: frozenset(),
+    peer.NAME: frozenset(),
+}
 
 
 class Urgency(enum.Enum):

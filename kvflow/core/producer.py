@@ -39,9 +39,7 @@ STATES = {
     "failed": "over without a complete write; nothing of it can land any more",
     "forgotten": "the record is deleted",
 }
-LIVE = frozenset(
-    "allocated held registered preempted prefilled transferring draining kept".split()
-)
+LIVE = frozenset("allocated held registered preempted prefilled transferring draining kept".split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

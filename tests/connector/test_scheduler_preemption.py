@@ -1,4 +1,4 @@
-"""The scheduler half: what becomes of a decode request that is preempted after its KV has landed."""
+"""The scheduler half: what becomes of a decode request that is preempted after its load."""
 
 import logging
 from collections.abc import Iterator
@@ -127,9 +127,7 @@ def test_loads_after_a_preemption_are_parked_like_others_f17() -> None:
 
 
 @pytest.mark.parametrize("preempt", [False, True])
-@pytest.mark.parametrize(
-    "status", [RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_ABORTED]
-)
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_ABORTED])
 def test_the_end_of_a_request_is_told_so_that_nothing_is_kept_for_it(
     half: SchedulerHalf, status: RequestStatus, preempt: bool
 ) -> None:

@@ -1,4 +1,4 @@
-"""What a producer keeps after its WRITE, one worker at a time: for whom, for how long, who is told."""
+"""What a producer keeps after its WRITE: for whom, for how long, who is told. One worker each."""
 
 from dataclasses import replace
 

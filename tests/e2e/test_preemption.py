@@ -1,4 +1,4 @@
-"""Real engines: a decode engine too small for the outputs of what it has loaded, so vLLM preempts."""
+"""A real decode engine too small for the outputs of what it has loaded, so that vLLM preempts."""
 
 import asyncio
 from collections.abc import Iterator

@@ -52,9 +52,7 @@ def test_blocks_move_once_more_after_a_preemption_and_come_back_with_the_request
     assert consumer.outcome("t") is None
     consumer.received.clear()
     others = [to + 10 for to in DESTINATION if to < 20]
-    expected = consumer.memory.with_blocks(
-        producer.memory, list(zip(SOURCE, others, strict=False))
-    )
+    expected = consumer.memory.with_blocks(producer.memory, list(zip(SOURCE, others, strict=False)))
     consumer.load("t", producer.address, others, keep=True, again=True)
     assert consumer.outcome("t") is None
     assert (consumer.memory.array == expected).all()
