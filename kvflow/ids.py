@@ -7,6 +7,7 @@ attempt       counts the registrations of one consumer engine (not of one transf
               registrations of the same transfer id by one engine never share a number.
 incarnation   a fresh random id per process start; a restarted engine is another peer.
 rank          the worker's place in its engine: pipeline stage and tensor-parallel rank.
+part          what one producer rank owes one consumer rank of a transfer; most have only one.
 """
 
 import re
@@ -15,6 +16,8 @@ from typing import NamedTuple, NewType
 
 TransferId = NewType("TransferId", str)
 RequestId = NewType("RequestId", str)
+PartId = NewType("PartId", TransferId)
+"""How one worker names a part: see `part_id`."""
 AgentName = NewType("AgentName", str)
 Incarnation = NewType("Incarnation", str)
 
@@ -44,6 +47,16 @@ class Address(NamedTuple):
 
 ATTEMPT_STRIDE = 16
 """A consumer engine numbers its loads in steps of this; the numbers between are for retries."""
+
+
+def part_id(transfer_id: TransferId, part: int) -> PartId:
+    """The transfer id itself for part 0; others have a number after a space, as no id has one."""
+    return PartId(transfer_id if part == 0 else TransferId(f"{transfer_id} {part}"))
+
+
+def transfer_of(part: PartId) -> TransferId:
+    """The transfer that a part is of."""
+    return TransferId(part.partition(" ")[0])
 
 
 def is_transfer_id(text: object) -> bool:

@@ -164,7 +164,7 @@ def test_the_longest_lease_can_still_be_sent() -> None:
         transfer_id="t",
         attempt=1,
         blocks=(),
-        skip=(),
+        starts=(),
         tokens=0,
         lease_s=longest,
         write_until_s=None,

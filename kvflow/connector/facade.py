@@ -14,9 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvflow.connector.memory import check_supported
+from kvflow.connector.groups import groups_of, transferred
 from kvflow.connector.metadata import StepEvents, WorkerHello
 from kvflow.connector.scheduler import SchedulerHalf
+from kvflow.connector.supported import check_supported
 from kvflow.connector.worker import WorkerHalf
 from kvflow.io.seal import from_file
 from kvflow.settings import parse
@@ -54,7 +55,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(vllm_config, transfer.engine_id, settings, seal)
+            self._scheduler = SchedulerHalf(
+                vllm_config, transfer.engine_id, settings, groups_of(kv_cache_config), seal
+            )
         else:
             self._worker = WorkerHalf(
                 vllm_config, kv_cache_config, transfer.engine_id, settings, seal
@@ -109,11 +112,17 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler.finished(request, block_ids)
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """Heads outside of tokens: what two ranks or two block sizes share is then contiguous."""
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
+
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.has_events
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
-        return tuple(self._kv_cache_config.transfer_group_ids)
+        return transferred(self._kv_cache_config)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

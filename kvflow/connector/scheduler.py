@@ -7,13 +7,14 @@ raises into the scheduler: it becomes an event that fails that one load.
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.v1.request import RequestStatus
 
 from kvflow.connector import params as p
+from kvflow.connector.groups import Group, has_state, leave_last_token, tokens_to_share
 from kvflow.connector.metadata import NewHellos, StepEvents, WorkerHello
 from kvflow.connector.worker import loops_here
 from kvflow.core.events import (
@@ -57,12 +58,13 @@ class SchedulerHalf:
         config: "VllmConfig",
         engine_id: str,
         settings: Settings,
+        groups: Sequence[Group],
         seal: Seal | None = None,
     ) -> None:
         assert config.kv_transfer_config is not None
         self._config = config
         self._engine_id = engine_id
-        self._block_size = config.cache_config.block_size
+        self._groups = groups
         self._randomized = not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION
         self._listens = config.kv_transfer_config.is_kv_producer
         self.address = Address(
@@ -119,7 +121,7 @@ class SchedulerHalf:
         """
         if not self._may_load(request):
             return 0, False
-        count = request.num_prompt_tokens - computed
+        count = tokens_to_share(request, self._groups) - computed
         if count <= 0:
             return 0, False
         if len(self._loads) >= self._parked_max:
@@ -151,7 +153,7 @@ class SchedulerHalf:
     ) -> BlocksAllocated | LoadRefused:
         request_id = RequestId(request.request_id)
         attempt = next(self._attempts)
-        tokens = request.num_prompt_tokens
+        tokens = tokens_to_share(request, self._groups)
         try:
             remote = self._remote(request)
         except ConfigurationError as error:
@@ -162,18 +164,18 @@ class SchedulerHalf:
                 attempt=attempt,
                 detail=str(error),
             )
-        here, left = divmod(tokens - external, self._block_size)
-        assert left == 0, "vLLM presents block-aligned local hits"
-        stop = -(-tokens // self._block_size)
-        groups = blocks.get_block_ids()
+        ids = blocks.get_block_ids()
+        wanted = [
+            group.to_load(ids[group.index], tokens - external, tokens) for group in self._groups
+        ]
         return BlocksAllocated(
             transfer_id=remote.transfer_id,
             request_id=request_id,
             attempt=attempt,
             address=remote.address,
             engine_id=remote.engine_id,
-            blocks=tuple(tuple(ids[here:stop]) for ids in groups),
-            skip=tuple(here for _ in groups),
+            blocks=tuple(tuple(ids) for _, ids in wanted),
+            starts=tuple(start for start, _ in wanted),
             tokens=tokens,
         )
 
@@ -203,6 +205,8 @@ class SchedulerHalf:
     def arrived(self, request: "Request") -> None:
         """vLLM has taken a request; from now on its end will be told."""
         if p.wants_remote_decode(request.kv_transfer_params):
+            if has_state(self._groups):
+                leave_last_token(request)
             self._prefill_started(request)
 
     def _prefill_started(self, request: "Request") -> None:
@@ -237,8 +241,9 @@ class SchedulerHalf:
             PrefillFinished(
                 transfer_id=transfer_id,
                 request_id=request_id,
-                blocks=tuple(tuple(ids) for ids in blocks),
+                blocks=tuple(tuple(group.to_offer(blocks[group.index])) for group in self._groups),
                 tokens=request.num_computed_tokens,
+                is_exact=has_state(self._groups),
             )
         )
         return True, {

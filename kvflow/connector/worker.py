@@ -10,6 +10,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvflow.connector.memory import facts_of, regions_of
 from kvflow.connector.metadata import NewHellos, WorkerHello
+from kvflow.connector.supported import excluded_layers
 from kvflow.core.events import Event
 from kvflow.ids import AgentName, Rank, new_incarnation
 from kvflow.io.coordinates import Identity
@@ -91,12 +92,12 @@ class WorkerHalf:
         self.loop.close()
 
     def _open(self) -> bytes:
-        regions = regions_of(self._caches, self._kv_config)
+        regions = regions_of(self._caches, self._config, self._kv_config, self._rank)
         identity = Identity(
             engine_id=self._engine_id,
             incarnation=new_incarnation(),
             rank=self._rank,
-            facts=facts_of(self._config, self._caches, self._kv_config),
+            facts=facts_of(self._config, self._kv_config),
             regions=regions,
         )
         hello = self.loop.open(identity)
@@ -104,8 +105,9 @@ class WorkerHalf:
             "memory registered",
             incarnation=identity.incarnation,
             layers=len(regions),
+            not_moved=" ".join(excluded_layers(self._kv_config)) or "none",
             blocks=regions[0].blocks,
-            block_bytes=regions[0].block_bytes,
+            encodings=" | ".join(sorted({region.encoding for region in regions})),
             memory=regions[0].memory,
             hello_bytes=len(hello),
         )

@@ -82,7 +82,7 @@ class ConsumerRecord(Record):
     address: Address = Address("", 0)
     engine_id: str | None = None
     blocks: Blocks = ()
-    skip: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
     tokens: int = 0
     born: float = 0.0
     retries: int = 0

@@ -31,7 +31,7 @@ def _start(record: C, event: BlocksAllocated | LoadRefused | ReleaseWanted, turn
     record.reason = None
     record.detail = ""
     record.blocks = ()
-    record.skip = ()
+    record.starts = ()
     record.spent_ms.clear()
     turn.deadlines.cancel(_resend_key(record))
     for memory in (record.answered, record.blind, record.writing):
@@ -58,7 +58,7 @@ def _register_with(record: C, rank: Rank, turn: Turn) -> None:
         transfer_id=record.transfer_id,
         attempt=record.attempt,
         blocks=record.blocks,
-        skip=record.skip,
+        starts=record.starts,
         tokens=record.tokens,
         lease_s=turn.timings.lease_s,
         write_until_s=write_until_s,
@@ -109,7 +109,7 @@ def reserve(record: C, event: BlocksAllocated, turn: Turn) -> None:
     turn.ledger.reserve(event.request_id, event.blocks)
     _start(record, event, turn)
     record.blocks = event.blocks
-    record.skip = event.skip
+    record.starts = event.starts
     record.tokens = event.tokens
     _want(record, event, turn)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvflow.core.notices import Blocks, Notice
 from kvflow.core.reasons import Reason
-from kvflow.ids import Address, AgentName, RequestId, TransferId
+from kvflow.ids import Address, AgentName, PartId, RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,24 +36,29 @@ class SendNotice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PostWrite:
-    """Write `source` blocks of this worker into `destination` blocks of the consumer's.
+    """Write blocks of this worker into blocks of the consumer's.
 
-    Both are block ids per cache group, paired by position. Posted in slices, each only while
-    `Engine.may_write` holds.
+    source       block ids per cache group from the first token on, as in `PrefillFinished`.
+    destination  as in `Register`: the first of a group holds the token `starts[group]`.
+    tokens       the KV of the tokens from `starts[group]` to here is owed.
+
+    Posted in slices, each only while `Engine.may_write` holds.
     """
 
-    transfer_id: TransferId
+    part: PartId
     attempt: int
     agent: AgentName
     source: Blocks
     destination: Blocks
+    starts: tuple[int, ...]
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopWrite:
     """Post nothing more of this write; answer when what is in flight has ended."""
 
-    transfer_id: TransferId
+    part: PartId
     attempt: int
 
 
@@ -76,7 +81,7 @@ class ReportReceived:
 class Moved:
     """A record took a row: what logs, traces and metrics are made of.
 
-    key       transfer id, or a peer's address or agent name.
+    key       transfer id (of a producer: its part), or a peer's address or agent name.
     spent_ms  at the end of a transfer only: milliseconds spent in each state.
     """
 

@@ -12,7 +12,15 @@ import enum
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kvflow.core import classify, consumer, consumer_table, peer, producer, producer_table
+from kvflow.core import (
+    classify,
+    consumer,
+    consumer_table,
+    parts,
+    peer,
+    producer,
+    producer_table,
+)
 from kvflow.core import events as ev
 from kvflow.core.consumer import RENEWING, ConsumerRecord
 from kvflow.core.effects import DropPeer, Effect, Ignored
@@ -28,7 +36,7 @@ from kvflow.core.table import Table
 from kvflow.core.timings import Timings
 from kvflow.core.turn import FollowUp, PeerGone, PeerMet, RenewalDue, Turn, Wanted
 from kvflow.errors import LocalProtocolError
-from kvflow.ids import AgentName, Rank, RequestId, TransferId
+from kvflow.ids import AgentName, PartId, Rank, RequestId, TransferId
 
 TABLES: tuple[Table, ...] = (producer_table.TABLE, consumer_table.TABLE, peer.TABLE)
 
@@ -102,19 +110,19 @@ class Engine:
 
     # -- questions -------------------------------------------------------------------------------
 
-    def may_write(self, transfer_id: TransferId, attempt: int, now: float) -> bool:
+    def may_write(self, part: PartId, attempt: int, now: float) -> bool:
         """Whether another slice of this write may be posted now (asked before every slice).
 
         No is not for ever: a write pauses while the consumer is silent, and goes on when it is
         heard again. What ends it is `StopWrite`.
         """
-        record = self.records.producers.get(transfer_id)
+        record = self.records.producers.get(part)
         return (
             record is not None
             and record.state == "transferring"
             and record.attempt == attempt
             and now < min(record.lease_until, record.write_until)
-            and self.ledger.is_open(transfer_id, attempt)
+            and self.ledger.is_open(part, attempt)
         )
 
     def urgency(self) -> Urgency:
@@ -156,12 +164,11 @@ class Engine:
     # -- events of vLLM --------------------------------------------------------------------------
 
     def _prefill(self, event: classify.PrefillEvent, turn: Turn) -> None:
-        record = self.records.producer(event.transfer_id, turn.now)
-        self.records.fire_producer(record, classify.prefill(record, event), event, turn)
+        parts.tell_all(self.records, event, turn)
 
     def _release_asked(self, event: ev.ReleaseAsked, turn: Turn) -> None:
-        record = self.records.producer(event.transfer_id, turn.now)
-        self.records.fire_producer(record, "release_asked", event, turn)
+        for record in self.records.parts(event.transfer_id, turn.now):
+            self.records.fire_producer(record, "release_asked", event, turn)
 
     def _load(
         self, event: ev.BlocksAllocated | ev.LoadRefused | ev.ReleaseWanted, turn: Turn
@@ -248,10 +255,10 @@ class Engine:
             ev.WriteFailed: "write_failed",
             ev.WriteStopped: "write_stopped",
         }[type(event)]
-        record = self.records.producers.get(event.transfer_id)
-        if record is None or not self.ledger.is_open(event.transfer_id, event.attempt):
+        record = self.records.producers.get(event.part)
+        if record is None or not self.ledger.is_open(event.part, event.attempt):
             raise LocalProtocolError(
-                f"{trigger} of {event.transfer_id}, attempt {event.attempt}: no such write is open"
+                f"{trigger} of {event.part}, attempt {event.attempt}: no such write is open"
             )
         self.records.fire_producer(record, trigger, event, turn)
 
@@ -349,9 +356,8 @@ class Engine:
         """Every transfer that depends on this agent."""
         for key in sorted(record.using):
             if record.address is None:
-                self.records.fire_producer(
-                    self.records.producers[TransferId(key)], "peer_lost", None, turn
-                )
+                written = self.records.producers[PartId(TransferId(key))]
+                self.records.fire_producer(written, "peer_lost", None, turn)
             else:
                 word = said(record, agent, is_dead=is_dead)
                 load = self.records.consumers[RequestId(key)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvflow.core.notices import Blocks, Notice
 from kvflow.core.reasons import Reason
-from kvflow.ids import Address, AgentName, Incarnation, Rank, RequestId, TransferId
+from kvflow.ids import Address, AgentName, Incarnation, PartId, Rank, RequestId, TransferId
 
 # -- vLLM, producer side -------------------------------------------------------------------------
 
@@ -33,14 +33,17 @@ class PrefillPreempted:
 class PrefillFinished:
     """The prompt's KV is complete; vLLM keeps the blocks until `ReportSent`.
 
-    blocks  source block ids per cache group, in token order from the first token.
-    tokens  prompt tokens whose KV is in them.
+    blocks    source block ids per cache group, in token order from the first token; 0 for a block
+              that vLLM has freed (before a sliding window). Of a state, the one block that has it.
+    tokens    prompt tokens whose KV is in them.
+    is_exact  a state is among them, which is good after exactly so many tokens and no fewer.
     """
 
     transfer_id: TransferId
     request_id: RequestId
     blocks: Blocks
     tokens: int
+    is_exact: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,7 @@ class BlocksAllocated:
     """vLLM reserved blocks for KV that a producer will write.
 
     blocks     destination block ids per cache group, only those to be written.
-    skip       blocks per group before them that are here already.
+    starts     first token per group whose KV is not here; the group's first block holds it.
     engine_id  the producer's engine id if the router named it, else None.
     """
 
@@ -76,7 +79,7 @@ class BlocksAllocated:
     address: Address
     engine_id: str | None
     blocks: Blocks
-    skip: tuple[int, ...]
+    starts: tuple[int, ...]
     tokens: int
 
 
@@ -136,13 +139,17 @@ class NoticeFailed:
 class PeerIntroduced:
     """A consumer worker sent its coordinates along; the driver made it reachable.
 
-    refusal  a sentence when the two cannot exchange KV, else None.
+    refusal      a sentence when the two cannot exchange KV, else None.
+    part, parts  of the workers of its engine that this one writes to, in order of their ranks: the
+                 place of this one, and how many there are.
     """
 
     agent: AgentName
     incarnation: Incarnation
     rank: Rank
     refusal: str | None = None
+    part: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +178,7 @@ class MeetingFailed:
 class WriteDone:
     """Answer to `PostWrite`: every run has reported done."""
 
-    transfer_id: TransferId
+    part: PartId
     attempt: int
     bytes: int
     runs: int
@@ -184,7 +191,7 @@ class WriteFailed:
     final  another attempt would fail in the same way.
     """
 
-    transfer_id: TransferId
+    part: PartId
     attempt: int
     detail: str
     final: bool = False
@@ -194,7 +201,7 @@ class WriteFailed:
 class WriteStopped:
     """Answer to `PostWrite` after `StopWrite`: no handle is outstanding, not all was written."""
 
-    transfer_id: TransferId
+    part: PartId
     attempt: int
 
 

@@ -3,7 +3,7 @@
 Rules: a notice of an unknown sender changes nothing; whatever a known one says, it lives.
 """
 
-from kvflow.core import classify, producer
+from kvflow.core import classify, parts, producer
 from kvflow.core import events as ev
 from kvflow.core.consumer import FromRank
 from kvflow.core.effects import Ignored
@@ -22,7 +22,7 @@ from kvflow.core.producer import CancelledBy, ProducerRecord, RegisteredBy
 from kvflow.core.reasons import Reason, Standing
 from kvflow.core.records import Records
 from kvflow.core.turn import Turn
-from kvflow.ids import AgentName, TransferId
+from kvflow.ids import AgentName, TransferId, part_id
 
 
 class Inbox:
@@ -45,9 +45,9 @@ class Inbox:
             case Register():
                 self._register(record, sender, notice, turn)
             case Cancel():
-                self._cancel(sender, notice, turn)
+                self._cancel(record, sender, notice, turn)
             case Renew():
-                self._renew(sender, notice, turn)
+                self._renew(record, sender, notice, turn)
             case Accepted():
                 self._stands(record, sender, (*_key(notice), notice.standing, None), turn)
             case Done():
@@ -71,7 +71,7 @@ class Inbox:
             )
             turn.send(sender, refusal)
             return
-        record = self.records.producer(notice.transfer_id, turn.now)
+        record = self._part(worker, notice.transfer_id, turn)
         trigger = classify.registration(record, sender, notice, self.records.floors.get(sender, 0))
         held = self.records.population[producer.NAME, "held"]
         if trigger == "registered" and record.state == "unknown" and held >= turn.timings.held_max:
@@ -79,17 +79,22 @@ class Inbox:
         event = RegisteredBy(peer=sender, register=notice)
         self.records.fire_producer(record, trigger, event, turn)
 
-    def _cancel(self, sender: AgentName, notice: Cancel, turn: Turn) -> None:
-        record = self.records.producer(notice.transfer_id, turn.now)
+    def _part(self, worker: PeerRecord, transfer_id: TransferId, turn: Turn) -> ProducerRecord:
+        """What this rank owes that worker of a transfer."""
+        parts.adjust(self.records, transfer_id, worker.parts, turn)
+        return self.records.producer(transfer_id, turn.now, worker.part)
+
+    def _cancel(self, worker: PeerRecord, sender: AgentName, notice: Cancel, turn: Turn) -> None:
+        record = self._part(worker, notice.transfer_id, turn)
         floor = self.records.floors.get(sender, -1)
         trigger = classify.cancellation(record, sender, notice, floor)
         event = CancelledBy(peer=sender, cancel=notice)
         self.records.fire_producer(record, trigger, event, turn)
 
-    def _renew(self, sender: AgentName, notice: Renew, turn: Turn) -> None:
+    def _renew(self, worker: PeerRecord, sender: AgentName, notice: Renew, turn: Turn) -> None:
         standings: list[tuple[TransferId, int, Standing, Reason | None]] = []
         for transfer_id, attempt in notice.wanted:
-            record = self.records.producers.get(transfer_id)
+            record = self.records.producers.get(part_id(transfer_id, worker.part))
             if record is None or not classify.is_registered_by(record, sender, attempt):
                 standings.append((transfer_id, attempt, *_unregistered(record, sender, attempt)))
                 continue

@@ -14,7 +14,7 @@ log than another user's KV. The ledger decides nothing; it is told and it object
 
 from kvflow.core.notices import Blocks
 from kvflow.errors import LocalProtocolError
-from kvflow.ids import RequestId, TransferId
+from kvflow.ids import PartId, RequestId
 
 Block = tuple[int, int]
 """(cache group, block id)."""
@@ -26,9 +26,8 @@ class Ledger:
     def __init__(self) -> None:
         self._owner: dict[Block, RequestId] = {}
         self._reserved: dict[RequestId, tuple[Block, ...]] = {}
-        self._pinned: set[RequestId] = set()
-        self._writes: dict[TransferId, tuple[int, RequestId]] = {}
-        self._read: dict[RequestId, TransferId] = {}
+        self._pinned: dict[RequestId, set[PartId]] = {}
+        self._writes: dict[PartId, tuple[int, RequestId]] = {}
 
     @property
     def empty(self) -> bool:
@@ -65,36 +64,39 @@ class Ledger:
 
     # -- producer --------------------------------------------------------------------------------
 
-    def pin(self, request: RequestId) -> None:
-        """S3: vLLM keeps this prefill's blocks until `unpin`."""
-        if request in self._pinned:
-            raise LocalProtocolError(f"S3: {request} is pinned already")
-        self._pinned.add(request)
+    def pin(self, request: RequestId, part: PartId) -> None:
+        """S3: vLLM keeps this prefill's blocks until each part has unpinned them."""
+        parts = self._pinned.setdefault(request, set())
+        if part in parts:
+            raise LocalProtocolError(f"S3: {request} is pinned already by {part}")
+        parts.add(part)
 
-    def open_write(self, transfer: TransferId, attempt: int, request: RequestId) -> None:
+    def open_write(self, part: PartId, attempt: int, request: RequestId) -> None:
         """S4: a write begins to read this prefill's blocks."""
-        if request not in self._pinned:
-            raise LocalProtocolError(f"S4: write of {transfer} from unpinned {request}")
-        if transfer in self._writes:
-            raise LocalProtocolError(f"S4: {transfer} is being written already")
-        self._writes[transfer] = (attempt, request)
-        self._read[request] = transfer
+        if part not in self._pinned.get(request, ()):
+            raise LocalProtocolError(f"S4: write of {part} from unpinned {request}")
+        if part in self._writes:
+            raise LocalProtocolError(f"S4: {part} is being written already")
+        self._writes[part] = (attempt, request)
 
-    def close_write(self, transfer: TransferId) -> None:
+    def close_write(self, part: PartId) -> None:
         """The write's last handle has ended."""
-        write = self._writes.pop(transfer, None)
-        if write is None:
-            raise LocalProtocolError(f"S4: {transfer} is not being written")
-        del self._read[write[1]]
+        if self._writes.pop(part, None) is None:
+            raise LocalProtocolError(f"S4: {part} is not being written")
 
-    def is_open(self, transfer: TransferId, attempt: int) -> bool:
+    def is_open(self, part: PartId, attempt: int) -> bool:
         """Whether this very write may read now."""
-        return self._writes.get(transfer, (None, None))[0] == attempt
+        return self._writes.get(part, (None, None))[0] == attempt
 
-    def unpin(self, request: RequestId) -> None:
-        """S3, S5: vLLM may free the prefill's blocks."""
-        if request in self._read:
-            raise LocalProtocolError(f"S3: {request} unpinned while being written")
-        if request not in self._pinned:
-            raise LocalProtocolError(f"S5: {request} unpinned twice")
-        self._pinned.discard(request)
+    def unpin(self, request: RequestId, part: PartId) -> bool:
+        """S3, S5: this part reads the prefill's blocks no more. True: vLLM may free them."""
+        _, read = self._writes.get(part, (None, None))
+        if read == request:
+            raise LocalProtocolError(f"S3: {request} unpinned while being written to {part}")
+        parts = self._pinned.get(request, set())
+        if part not in parts:
+            raise LocalProtocolError(f"S5: {request} unpinned twice by {part}")
+        parts.discard(part)
+        if not parts:
+            del self._pinned[request]
+        return not parts

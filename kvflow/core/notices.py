@@ -17,9 +17,11 @@ Blocks = tuple[tuple[int, ...], ...]
 class Register:
     """Consumer -> producer rank: write this transfer's KV into these blocks.
 
-    blocks   destination block ids per cache group, in token order.
-    skip     blocks per group, from the start of the prompt, that the consumer has already.
-    tokens   prompt tokens that the consumer wants to have after the transfer (incl. skipped).
+    blocks   destination block ids per cache group in the consumer's block size, in token order; the
+             first of a group is the one that holds the token `starts[group]`.
+    starts   per group, the first token whose KV the consumer lacks.
+    tokens   prompt tokens that the consumer wants to have after the transfer (incl. those before
+             `starts`).
     lease_s  how long the registration is good without a renewal, in seconds.
     write_until_s
              no slice may be posted once the *producer's* clock shows this; None while the consumer
@@ -29,7 +31,7 @@ class Register:
     transfer_id: TransferId
     attempt: int
     blocks: Blocks
-    skip: tuple[int, ...]
+    starts: tuple[int, ...]
     tokens: int
     lease_s: float
     write_until_s: float | None

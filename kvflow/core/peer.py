@@ -46,6 +46,8 @@ class PeerRecord(Record):
     using     live transfers that depend on it (request ids, or transfer ids of a consumer's).
     heard_at  when any of its workers was last heard.
     misses    by rank: intervals, while a word was awaited, since it was last heard.
+    part, parts
+              of a consumer worker: as in `PeerIntroduced`.
     """
 
     address: Address | None = None
@@ -59,6 +61,8 @@ class PeerRecord(Record):
     heard_at: float = 0.0
     misses: dict[Rank, int] = field(default_factory=dict)
     failures: int = 0
+    part: int = 0
+    parts: int = 1
 
     @property
     def key(self) -> str:
@@ -230,6 +234,7 @@ def introduce(record: R, event: PeerIntroduced, turn: Turn) -> None:
     record.agents = {event.rank: event.agent}
     record.incarnation = event.incarnation
     record.refusal = event.refusal
+    record.part, record.parts = event.part, event.parts
     record.last_used = turn.now
     turn.arm(_deadline_key(record), turn.timings.peer_idle_s)
 

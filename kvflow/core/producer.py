@@ -1,4 +1,4 @@
-"""The producer's machine: one record per transfer id in each worker that computes KV.
+"""The producer's machine: one record per part of a transfer in each worker that computes KV.
 
 Rules: a WRITE starts only in the row that enters `transferring`; blocks are reported to vLLM only
 when no handle can read them any more; whoever asks about a registration gets an answer from the
@@ -7,6 +7,10 @@ record's state, also after the end, for as long as the tombstone lives.
 The idea: two things must come together, the finished prefill and the consumer's registration. The
 second of the two, whichever it is, takes the record to `transferring`. Everything else is about
 one of them being late, doubled, withdrawn or lost.
+
+Where one rank here writes to several ranks of a consumer (it has fewer ranks, or other ones), each
+of those has a record of its own, a *part*; all parts see the same prefill, and vLLM gets its blocks
+back with the last.
 
 Known limit: a transfer id that two prefills or two consumers claim at once is refused for all of
 them; there is no way to tell who is right.
@@ -19,7 +23,7 @@ from kvflow.core.events import PrefillFinished, WriteFailed
 from kvflow.core.notices import Blocks, Cancel, Register
 from kvflow.core.reasons import Reason
 from kvflow.core.turn import Record, Turn
-from kvflow.ids import AgentName, RequestId, TransferId
+from kvflow.ids import AgentName, PartId, RequestId, TransferId
 
 NAME = "producer"
 
@@ -46,7 +50,7 @@ class Registration:
     peer: AgentName
     attempt: int
     blocks: Blocks
-    skip: tuple[int, ...]
+    starts: tuple[int, ...]
     tokens: int
     lease_s: float
     since: float
@@ -77,14 +81,17 @@ class ProducerRecord(Record):
     ends_by      a shutdown lets the write go on until then, however often it is renewed.
     failures     WRITEs of this prefill that have failed.
     retry_of     consumer and attempt whose WRITE failed last; the same load may try once more.
+    part         what this record is of: the transfer's KV for one of the consumer's workers.
     settled      peer -> highest attempt of which it was told, or could be told, that nothing can
                  land any more; a later-arriving registration of such an attempt is stale.
     """
 
     transfer_id: TransferId
+    part: PartId
     request_id: RequestId | None = None
     blocks: Blocks = ()
     tokens: int = 0
+    is_exact: bool = False
     registration: Registration | None = None
     lease_until: float = -math.inf
     write_until: float = -math.inf
@@ -105,20 +112,21 @@ P = ProducerRecord
 # -- guards --------------------------------------------------------------------------------------
 
 
-def _covers(blocks: Blocks, tokens: int, wanted: Register | Registration) -> bool:
-    """Whether a prefill has every block that a registration asks for, aligned from the start."""
+def _covers(prefill: P | PrefillFinished, wanted: Register | Registration) -> bool:
+    """Whether a prefill has the KV that a registration asks for.
+
+    The block sizes of the two may differ, so only tokens are compared here; the plan of the write
+    looks at each block.
+    """
     return (
-        wanted.tokens <= tokens
-        and len(wanted.blocks) == len(blocks) == len(wanted.skip)
-        and all(
-            skip + len(ids) <= len(source)
-            for source, ids, skip in zip(blocks, wanted.blocks, wanted.skip, strict=True)
-        )
+        wanted.tokens <= prefill.tokens
+        and (wanted.tokens == prefill.tokens or not prefill.is_exact)
+        and len(wanted.blocks) == len(prefill.blocks) == len(wanted.starts)
     )
 
 
 def registration_fits(record: P, event: RegisteredBy, turn: Turn) -> bool:
-    return _covers(record.blocks, record.tokens, event.register)
+    return _covers(record, event.register)
 
 
 def registration_does_not_fit(record: P, event: RegisteredBy, turn: Turn) -> bool:
@@ -137,7 +145,7 @@ def may_not_be_retried(record: P, event: WriteFailed, turn: Turn) -> bool:
 
 def prefill_fits(record: P, event: PrefillFinished, turn: Turn) -> bool:
     assert record.registration is not None
-    return _covers(event.blocks, event.tokens, record.registration)
+    return _covers(event, record.registration)
 
 
 def is_ambiguous(record: P, event: object, turn: Turn) -> bool:

@@ -42,7 +42,7 @@ def pin(record: P, event: PrefillFinished, turn: Turn) -> None:
     record.request_id = event.request_id
     record.blocks = event.blocks
     record.tokens = event.tokens
-    turn.ledger.pin(event.request_id)
+    record.is_exact = event.is_exact
     turn.arm(step.deadline_key(record), turn.timings.lease_s)
 
 
@@ -70,9 +70,8 @@ def pin_and_refuse(record: P, event: PrefillFinished, turn: Turn) -> None:
 
 def give_back_at_once(record: P, event: PrefillFinished, turn: Turn) -> None:
     """vLLM keeps these blocks for a transfer that is over or refused: let it have them."""
-    turn.ledger.pin(event.request_id)
-    turn.ledger.unpin(event.request_id)
-    turn.effects.append(ReportSent(request_id=event.request_id))
+    if turn.ledger.unpin(event.request_id, record.part):
+        turn.effects.append(ReportSent(request_id=event.request_id))
 
 
 def fail_aborted(record: P, event: object, turn: Turn) -> None:
@@ -264,7 +263,7 @@ def keep_for_retry(record: P, event: WriteFailed, turn: Turn) -> None:
     """The attempt is over, its blocks are not: another attempt may follow, for a while."""
     record.detail = event.detail
     record.failures += 1
-    turn.ledger.close_write(record.transfer_id)
+    turn.ledger.close_write(record.part)
     step.tell(record, turn, Reason.WRITE_FAILED)
     assert record.registration is not None
     record.retry_of = (record.registration.peer, record.attempt)

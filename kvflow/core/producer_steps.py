@@ -7,13 +7,13 @@ from kvflow.core.notices import Accepted, Failed
 from kvflow.core.producer import NAME, ProducerRecord, RegisteredBy, Registration
 from kvflow.core.reasons import Reason, Standing
 from kvflow.core.turn import Turn
-from kvflow.ids import AgentName, RequestId, TransferId
+from kvflow.ids import AgentName, PartId, RequestId
 
 P = ProducerRecord
 
 
-def deadline_key(record: P) -> tuple[str, TransferId]:
-    return (NAME, record.transfer_id)
+def deadline_key(record: P) -> tuple[str, PartId]:
+    return (NAME, record.part)
 
 
 def accept(record: P, turn: Turn, standing: Standing) -> None:
@@ -50,7 +50,7 @@ def note(record: P, event: RegisteredBy, turn: Turn) -> None:
         peer=event.peer,
         attempt=register.attempt,
         blocks=register.blocks,
-        skip=register.skip,
+        starts=register.starts,
         tokens=register.tokens,
         lease_s=register.lease_s,
         since=turn.now,
@@ -80,10 +80,10 @@ def grant(record: P, write_until_s: float | None, turn: Turn) -> None:
 
 
 def release(record: P, request_id: RequestId | None, turn: Turn) -> None:
-    """Give a prefill's blocks back to vLLM."""
+    """This part needs a prefill's blocks no more; with the last part they are vLLM's again."""
     assert request_id is not None
-    turn.ledger.unpin(request_id)
-    turn.effects.append(ReportSent(request_id=request_id))
+    if turn.ledger.unpin(request_id, record.part):
+        turn.effects.append(ReportSent(request_id=request_id))
     record.blocks = ()
 
 
@@ -113,29 +113,27 @@ def write(record: P, turn: Turn) -> None:
     """The rendezvous: both sides are here, so the WRITE starts."""
     wanted = record.registration
     assert wanted is not None and record.request_id is not None
-    source = tuple(
-        ids[skip : skip + len(to)]
-        for ids, to, skip in zip(record.blocks, wanted.blocks, wanted.skip, strict=True)
-    )
-    turn.ledger.open_write(record.transfer_id, wanted.attempt, record.request_id)
+    turn.ledger.open_write(record.part, wanted.attempt, record.request_id)
     turn.effects.append(
         PostWrite(
-            transfer_id=record.transfer_id,
+            part=record.part,
             attempt=wanted.attempt,
             agent=wanted.peer,
-            source=source,
+            source=record.blocks,
             destination=wanted.blocks,
+            starts=wanted.starts,
+            tokens=wanted.tokens,
         )
     )
 
 
 def stop(record: P, turn: Turn, reason: Reason) -> None:
     record.reason = reason
-    stop = StopWrite(transfer_id=record.transfer_id, attempt=record.attempt)
+    stop = StopWrite(part=record.part, attempt=record.attempt)
     turn.effects.append(stop)
     turn.arm(deadline_key(record), turn.timings.write_drain_s)
 
 
 def close(record: P, turn: Turn) -> None:
-    turn.ledger.close_write(record.transfer_id)
+    turn.ledger.close_write(record.part)
     release(record, record.request_id, turn)

@@ -16,13 +16,15 @@ from kvflow.core.peer import PeerRecord
 from kvflow.core.producer import ProducerRecord
 from kvflow.core.table import Table
 from kvflow.core.turn import Turn
-from kvflow.ids import Address, AgentName, Rank, RequestId, TransferId
+from kvflow.ids import Address, AgentName, PartId, Rank, RequestId, TransferId, part_id
 
 
 class Records:
     """Every record of one worker.
 
-    producers  by transfer id.
+    producers  by part.
+    part_counts
+               parts of a transfer that has more than one.
     consumers  by request id.
     engines    producer engines, by their side channel's address.
     workers    consumer workers, by agent name.
@@ -34,7 +36,8 @@ class Records:
     """
 
     def __init__(self) -> None:
-        self.producers: dict[TransferId, ProducerRecord] = {}
+        self.producers: dict[PartId, ProducerRecord] = {}
+        self.part_counts: dict[TransferId, int] = {}
         self.consumers: dict[RequestId, ConsumerRecord] = {}
         self.engines: dict[Address, PeerRecord] = {}
         self.workers: dict[AgentName, PeerRecord] = {}
@@ -48,15 +51,21 @@ class Records:
 
     # -- find or make ----------------------------------------------------------------------------
 
-    def producer(self, transfer_id: TransferId, now: float) -> ProducerRecord:
-        record = self.producers.get(transfer_id)
+    def producer(self, transfer_id: TransferId, now: float, part: int = 0) -> ProducerRecord:
+        key = part_id(transfer_id, part)
+        record = self.producers.get(key)
         if record is None:
             record = ProducerRecord(
-                state=producer_table.TABLE.initial, since=now, transfer_id=transfer_id
+                state=producer_table.TABLE.initial, since=now, transfer_id=transfer_id, part=key
             )
-            self.producers[transfer_id] = record
+            self.producers[key] = record
             self.population[producer.NAME, record.state] += 1
         return record
+
+    def parts(self, transfer_id: TransferId, now: float) -> list[ProducerRecord]:
+        """Every part of a transfer; there is at least one."""
+        count = self.part_counts.get(transfer_id, 1)
+        return [self.producer(transfer_id, now, part) for part in range(count)]
 
     def consumer(
         self, request_id: RequestId, transfer_id: TransferId, now: float
@@ -139,15 +148,15 @@ class Records:
     def fire_producer(self, record: ProducerRecord, trigger: str, event: Any, turn: Turn) -> None:
         before = record.registration
         self._fire(producer_table.TABLE, record, trigger, event, turn)
-        self._bury(producer_table.TABLE, record, (producer.NAME, record.transfer_id))
+        self._bury(producer_table.TABLE, record, (producer.NAME, record.part))
         for registration in (before, record.registration):
             worker = self.workers.get(registration.peer) if registration else None
             if worker is not None:
-                worker.using.discard(record.transfer_id)
+                worker.using.discard(record.part)
                 worker.last_used = turn.now
         now_of = record.registration
         if now_of is not None and record.state in producer.LIVE and now_of.peer in self.workers:
-            self.workers[now_of.peer].using.add(record.transfer_id)
+            self.workers[now_of.peer].using.add(record.part)
         if record.state == "forgotten":
             self._forget_producer(record, turn.timings.floors_max)
 
@@ -192,8 +201,11 @@ class Records:
 
     def _forget_producer(self, record: ProducerRecord, floors_max: int) -> None:
         self.population[producer.NAME, "forgotten"] -= 1
-        self.deadlines.cancel((producer.NAME, record.transfer_id))
-        del self.producers[record.transfer_id]
+        self.deadlines.cancel((producer.NAME, record.part))
+        del self.producers[record.part]
+        count = self.part_counts.get(record.transfer_id, 1)
+        if not any(part_id(record.transfer_id, part) in self.producers for part in range(count)):
+            self.part_counts.pop(record.transfer_id, None)
         settled = dict(record.settled)
         if record.registration is not None:
             settled[record.registration.peer] = max(
@@ -223,8 +235,8 @@ def _moved(table: Table, record: Any, trigger: str, source: str, at: float) -> M
         known = record.registration
         common |= {"bytes": record.bytes, "runs": record.runs} if over else {}
         common["peer"] = known.peer if known else ""
+        key = record.part
     else:
         common["peer"] = str(record.address)
-    return Moved(
-        key=record.transfer_id, attempt=record.attempt, request_id=record.request_id, **common
-    )
+        key = record.transfer_id
+    return Moved(key=key, attempt=record.attempt, request_id=record.request_id, **common)

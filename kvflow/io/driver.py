@@ -31,7 +31,7 @@ from kvflow.core.effects import (
     SendNotice,
     StopWrite,
 )
-from kvflow.core.notices import FROM_CONSUMER, Blocks, Notice
+from kvflow.core.notices import FROM_CONSUMER, Notice
 from kvflow.errors import (
     IncompatiblePeersError,
     KVFlowError,
@@ -44,7 +44,7 @@ from kvflow.io.coordinates import Identity, rank_of
 from kvflow.io.port import Port
 from kvflow.io.seal import Seal
 from kvflow.io.writes import Write
-from kvflow.layout import Int64s, Region, plan, slices
+from kvflow.layout import GroupBlocks, Pairing, slices
 from kvflow.settings import Settings
 from kvflow.wire import codec
 from kvflow.wire import messages as m
@@ -82,8 +82,9 @@ class Results(Protocol):
 class Driver:
     """One worker's engine at work.
 
-    Invariant: `_remotes` has exactly the agents that the port can reach. `_answered` says when an
-    agent last answered us as a producer, hence knew us as a consumer.
+    Invariant: `_remotes` has exactly the agents that the port can reach; of those that introduced
+    themselves, and that can be written to, `_pairings` knows how. `_answered` says when an agent
+    last answered us as a producer, hence knew us as a consumer.
     """
 
     def __init__(
@@ -108,7 +109,8 @@ class Driver:
         self._results = results
         self._observer = observer
         self._hello = identity.hello(port.name, port.metadata())
-        self._remotes: dict[AgentName, tuple[Region, ...]] = {}
+        self._remotes: set[AgentName] = set()
+        self._pairings: dict[AgentName, Pairing] = {}
         self._answered: dict[AgentName, float] = {}
         self._outgoing: dict[AgentName, list[Notice]] = {}
         self._writes: list[Write] = []
@@ -214,36 +216,34 @@ class Driver:
         """A peer's coordinates: make it reachable, then tell the engine."""
         if hello.agent != sender:
             raise RemoteProtocolError(f"introduces itself as {hello.agent}")
-        refusal = None
-        if sender not in self._remotes:
-            try:
-                regions = self.identity.check(hello)
-            except IncompatiblePeersError as error:
-                refusal, regions = str(error), ()
-                self._observer.refused("peer", f"{sender}: {error}")
-            self._add(sender, hello.metadata, regions)
-        elif sender in self.engine.records.workers:
+        if sender in self._remotes and sender in self.engine.records.workers:
             return
+        refusal, part, parts = None, 0, 1
+        try:
+            part, parts, self._pairings[sender] = self.identity.pairing(hello)
+        except IncompatiblePeersError as error:
+            refusal = str(error)
+            self._observer.refused("peer", f"{sender}: {error}")
+        self._add(sender, hello.metadata)
         introduced = ev.PeerIntroduced(
             agent=sender,
             incarnation=Incarnation(hello.incarnation),
             rank=rank_of(hello),
             refusal=refusal,
+            part=part,
+            parts=parts,
         )
         self._turn(introduced)
 
     def _meeting(
         self, address: Address, reply: m.MeetReply
     ) -> ev.MeetingSucceeded | ev.MeetingFailed:
-        """Of the engine's ranks, the ones that owe this worker a part: in this version its twin."""
+        """Make the ranks reachable that owe this worker a part."""
         agents: dict[Rank, AgentName] = {}
         try:
-            for hello in reply.ranks:
-                if rank_of(hello) == self.identity.rank:
-                    agents[rank_of(hello)] = self._reach(hello)
-            if not agents:
-                ranks = ", ".join(str(rank_of(hello)) for hello in reply.ranks)
-                raise IncompatiblePeersError("rank", str(self.identity.rank), ranks)
+            for rank, hello in self.identity.writers(reply.ranks).items():
+                agents[rank] = AgentName(hello.agent)
+                self._add(agents[rank], hello.metadata)
         except KVFlowError as error:
             self._observer.refused("peer", f"{address}: {error}")
             final = isinstance(error, IncompatiblePeersError)
@@ -255,20 +255,15 @@ class Driver:
             agents=agents,
         )
 
-    def _reach(self, hello: m.Hello) -> AgentName:
-        regions = self.identity.check(hello)
-        agent = AgentName(hello.agent)
-        if agent not in self._remotes:
-            self._add(agent, hello.metadata, regions)
-        return agent
-
-    def _add(self, agent: AgentName, metadata: bytes, regions: tuple[Region, ...]) -> None:
+    def _add(self, agent: AgentName, metadata: bytes) -> None:
+        if agent in self._remotes:
+            return
         name = self._port.add_peer(metadata)
         if name != agent:
             if name not in self._remotes:
                 self._port.remove_peer(name)
             raise RemoteProtocolError(f"{agent} is called {name} in its own metadata")
-        self._remotes[agent] = regions
+        self._remotes.add(agent)
 
     # -- effects -----------------------------------------------------------------------------------
 
@@ -282,7 +277,7 @@ class Driver:
                 self._post(effect)
             case StopWrite():
                 for write in self._writes:
-                    if write.order.transfer_id == effect.transfer_id:
+                    if write.order.part == effect.part:
                         write.stopped = True
             case ReportSent():
                 self._results.sent(effect.request_id)
@@ -298,8 +293,10 @@ class Driver:
     def _drop(self, agent: AgentName) -> None:
         self._outgoing.pop(agent, None)
         self._answered.pop(agent, None)
-        if self._remotes.pop(agent, None) is None:
+        self._pairings.pop(agent, None)
+        if agent not in self._remotes:
             return
+        self._remotes.discard(agent)
         for write in self._writes:
             if write.agent == agent:
                 write.failure = write.failure or "the peer was torn down"
@@ -309,10 +306,9 @@ class Driver:
         """Plan a write; its first slice leaves with the next `_advance_writes`."""
         write = Write(order=order, rest=iter(()))
         try:
-            blocks = list(zip(_ids(order.source), _ids(order.destination), strict=True))
-            planned = plan(self.identity.regions, self._remotes[order.agent], blocks)
+            planned = self._pairings[order.agent].plan(_blocks(order))
         except Exception as error:
-            self._observer.failed(f"plan of {order.transfer_id}", error)
+            self._observer.failed(f"plan of {order.part}", error)
             write.failure = f"no plan: {error!r}"
             write.final = True
         else:
@@ -330,7 +326,7 @@ class Driver:
             try:
                 answer = write.advance(self._port, may_post, self._settings.posts_in_flight_max)
             except Exception as error:
-                self._observer.failed(f"write of {write.order.transfer_id}", error)
+                self._observer.failed(f"write of {write.order.part}", error)
                 write.failure = write.failure or repr(error)
                 continue
             if answer is not None:
@@ -339,7 +335,7 @@ class Driver:
 
     def _may_write(self, write: Write) -> bool:
         order = write.order
-        return self.engine.may_write(order.transfer_id, order.attempt, self._clock())
+        return self.engine.may_write(order.part, order.attempt, self._clock())
 
     def _flush(self) -> None:
         """Send what the turn has collected; a peer that cannot be sent to is lost."""
@@ -377,5 +373,15 @@ class Driver:
         return self._clock() - self._answered.get(agent, -math.inf) < known_s
 
 
-def _ids(blocks: Blocks) -> list[Int64s]:
-    return [np.asarray(ids, dtype=np.int64) for ids in blocks]
+def _blocks(order: PostWrite) -> list[GroupBlocks]:
+    return [
+        GroupBlocks(
+            source=np.asarray(source, dtype=np.int64),
+            destination=np.asarray(destination, dtype=np.int64),
+            start=start,
+            tokens=order.tokens,
+        )
+        for source, destination, start in zip(
+            order.source, order.destination, order.starts, strict=True
+        )
+    ]

@@ -86,18 +86,16 @@ class Write:
         self._poll(port)
 
     def _answer(self) -> WriteDone | WriteFailed | WriteStopped | None:
-        transfer_id, attempt = self.order.transfer_id, self.order.attempt
+        part, attempt = self.order.part, self.order.attempt
         if self.failure:
             return WriteFailed(
-                transfer_id=transfer_id,
+                part=part,
                 attempt=attempt,
                 detail=self.failure,
                 final=self.final,
             )
         if self.rest is None:
-            return WriteDone(
-                transfer_id=transfer_id, attempt=attempt, bytes=self.bytes, runs=self.runs
-            )
+            return WriteDone(part=part, attempt=attempt, bytes=self.bytes, runs=self.runs)
         if self.stopped:
-            return WriteStopped(transfer_id=transfer_id, attempt=attempt)
+            return WriteStopped(part=part, attempt=attempt)
         return None

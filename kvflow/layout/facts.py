@@ -1,27 +1,26 @@
-"""What two workers must agree on before KV can move between them.
+"""What two engines must agree on before anybody looks at their memory.
 
 Each field is compared by itself, and a difference is told with the field's name and both values.
+How memory lies may differ: `pair` finds out whether KV can move between two regions.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvflow.errors import IncompatiblePeersError
-from kvflow.layout.plan import check_pair
-from kvflow.layout.region import Region
+from kvflow.layout.topology import Side, check_sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """One engine's facts.
 
-    model        the model's architecture and shape, as one string.
-    kv_dtype     element type of the KV cache.
+    model        the model's architecture and shape, as one string; must agree.
+    kv_dtype     element type of the KV cache; must agree.
     block_sizes  tokens per block, one per cache group.
-    group_kinds  vLLM's kind of each cache group.
+    group_kinds  vLLM's kind of each cache group; must agree.
     tp_size, pp_size
-                 ranks along each axis.
-    kv_layout    vLLM's name of the KV cache layout.
+                 ranks along each axis; see `check_sizes`.
+    kv_layout    vLLM's name of the KV cache layout; for people.
     """
 
     model: str
@@ -32,27 +31,23 @@ class Facts:
     pp_size: int
     kv_layout: str
 
+    @property
+    def side(self) -> Side:
+        """The engine's sizes, as `kvflow.layout.topology` takes them."""
+        return Side(tp_size=self.tp_size, pp_size=self.pp_size)
 
-_NAMES = {
+
+_SAME = {
     "model": "model",
     "kv_dtype": "KV cache dtype",
-    "block_sizes": "block size (tokens per block, per cache group)",
     "group_kinds": "kinds of cache groups",
-    "tp_size": "tensor-parallel size",
-    "pp_size": "pipeline-parallel size",
-    "kv_layout": "KV cache layout",
 }
 
 
-def check_compatible(
-    ours: Facts,
-    our_regions: Sequence[Region],
-    theirs: Facts,
-    their_regions: Sequence[Region],
-) -> None:
-    """Raise `IncompatiblePeersError` for the first fact on which the two sides differ."""
-    for field, name in _NAMES.items():
+def check_compatible(ours: Facts, theirs: Facts) -> None:
+    """Raise `IncompatiblePeersError` for the first fact on which the two cannot differ."""
+    for field, name in _SAME.items():
         mine, other = getattr(ours, field), getattr(theirs, field)
         if mine != other:
             raise IncompatiblePeersError(name, mine, other)
-    check_pair(our_regions, their_regions)
+    check_sizes(ours.side, theirs.side)

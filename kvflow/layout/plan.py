@@ -1,163 +1,224 @@
-"""Block ids of two sides -> byte runs to copy.
+"""Block ids of two sides -> byte runs to copy, by templates that a `Pairing` keeps.
 
-The idea: blocks at the same token position are paired first (by the caller), then each region
-turns the pairs into (source, destination, length) rows, and rows that touch on both sides are
-merged. All of it is numpy; no Python work per block.
+The idea: the tokens of a group are cut at fixed positions into *pieces* that lie inside one block
+on both sides. Where a piece's bytes are depends on block ids only through two numbers a side, its
+block and its place in the block, so everything else was computed when the peers met: rows (source
+address, destination address, length), merged wherever two of them touch on both sides. Rows that
+move alike from piece to piece form a *bundle*: which pieces join into one run is found out once,
+and holds for every row of it.
+
+No Python work per block, row or run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvflow.errors import IncompatiblePeersError
-from kvflow.layout.region import Region
+from kvflow.layout.runs import Columns, Int64s, Runs, merged
 
-Int64s = NDArray[np.int64]
+RUNS_MAX = 2**24
+"""Runs of one plan, at 24 bytes each. Layouts that need more of them have next to nothing alike."""
+_SORTED_RUNS_MAX = 2**16
+"""Up to so many runs are sorted to join neighbours of different bundles. More than that come from
+scattered blocks, where such neighbours are accidents that are not worth the milliseconds."""
+
+Memories = tuple[str, int, str, int]
+"""Memory and device of the source, memory and device of the destination."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Runs:
-    """Byte runs between one pair of memories.
+class GroupBlocks:
+    """The blocks of one cache group between which a transfer moves KV.
 
-    source, destination  absolute addresses, int64, one per run.
-    length               bytes, int64, one per run.
-    source_memory, source_device, destination_memory, destination_device
-                         as in `Region`; the same for every run here.
+    source       block ids from token 0 on. Id 0 is vLLM's null block: nothing is there (freed, say,
+                 since it is outside of a sliding window).
+    destination  block ids from the block that holds token `start` on.
+    start        the first token that is owed; what lies before is there already.
+    tokens       where the owed tokens end (excluded). Nothing is owed if it is not above `start`.
+
+    More blocks than needed may be given; they are left alone. Of a state group both lists hold
+    exactly one id, and `start` and `tokens` mean nothing.
     """
 
     source: Int64s
     destination: Int64s
-    length: Int64s
-    source_memory: str
-    source_device: int
-    destination_memory: str
-    destination_device: int
+    start: int
+    tokens: int
 
-    def __len__(self) -> int:
-        return len(self.length)
 
-    @property
-    def bytes(self) -> int:
-        return int(self.length.sum())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """How the block ids of a group address one side: the fields of `Region`, a state as 1 token."""
 
-    def part(self, start: int, stop: int) -> "Runs":
-        """Runs `start` (included) to `stop` (excluded)."""
-        return Runs(
-            source=self.source[start:stop],
-            destination=self.destination[start:stop],
-            length=self.length[start:stop],
-            source_memory=self.source_memory,
-            source_device=self.source_device,
-            destination_memory=self.destination_memory,
-            destination_device=self.destination_device,
+    blocks: int
+    subblocks: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """Where pieces lie, in the order of tokens: kernel block and place in it, on both sides."""
+
+    source_block: Int64s
+    source_place: Int64s
+    destination_block: Int64s
+    destination_place: Int64s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How a group's tokens are cut into pieces of `tokens`; regions that agree in it share it."""
+
+    group: int
+    is_state: bool
+    tokens: int
+    source: Pool
+    destination: Pool
+
+    def pieces(self, groups: Sequence[GroupBlocks]) -> Pieces:
+        """The owed pieces. Raises `ValueError`, in a sentence, for blocks that cannot be."""
+        if self.group >= len(groups):
+            raise ValueError(f"no blocks of group {self.group} among those of {len(groups)} groups")
+        blocks = groups[self.group]
+        start, tokens = blocks.start, blocks.tokens
+        if self.is_state:
+            start, tokens = 0, 1
+            if (len(blocks.source), len(blocks.destination)) != (1, 1):
+                raise ValueError(
+                    f"group {self.group} is a state: one block on each side, not "
+                    f"{len(blocks.source)} and {len(blocks.destination)}"
+                )
+        if start < 0:
+            raise ValueError(f"group {self.group}: start {start} is negative")
+        # Both ends are rounded outwards to whole pieces: what is moved too much lies in blocks of
+        # this request, is either what the destination holds already or nobody's.
+        first, stop = start // self.tokens, max(-(-tokens // self.tokens), 0)
+        if start >= tokens:
+            stop = first
+        destination_block, destination_place = self._places(
+            "destination", self.destination, blocks.destination, start, first, stop
+        )
+        source_block, source_place = self._places(
+            "source", self.source, blocks.source, 0, first, stop
+        )
+        return Pieces(
+            source_block=source_block,
+            source_place=source_place,
+            destination_block=destination_block,
+            destination_place=destination_place,
         )
 
+    def _places(
+        self, side: str, pool: Pool, ids: Int64s, begin: int, first: int, stop: int
+    ) -> tuple[Int64s, Int64s]:
+        """Kernel blocks and places of pieces `first` to `stop`; `ids` are from token `begin` on."""
+        where = f"group {self.group}, {side}"
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= pool.blocks):
+            raise ValueError(f"{where}: a block id is outside 0..{pool.blocks - 1}")
+        block_tokens = pool.tokens * pool.subblocks
+        skipped = begin // block_tokens
+        needed = -(-stop * self.tokens // block_tokens) - skipped if stop > first else 0
+        if len(ids) < needed:
+            raise ValueError(f"{where}: {len(ids)} blocks where {needed} are needed")
+        numbers = np.arange(first, stop, dtype=np.int64)
+        kernel_block, place = np.divmod(numbers, pool.tokens // self.tokens)
+        nth, part = np.divmod(kernel_block, pool.subblocks)
+        owners = ids[nth - skipped]
+        if not owners.all():
+            raise ValueError(f"{where}: the null block (0) is among the blocks that are owed")
+        return owners * pool.subblocks + part, place
 
-def check_pair(ours: Sequence[Region], theirs: Sequence[Region]) -> None:
-    """Raise `IncompatiblePeersError`, naming the field, unless blocks fit on both sides."""
-    names_ours = [(region.group, region.layer) for region in ours]
-    names_theirs = [(region.group, region.layer) for region in theirs]
-    if sorted(names_ours) != sorted(names_theirs):
-        missing = sorted(set(names_ours) ^ set(names_theirs))
-        raise IncompatiblePeersError(
-            "layers", f"{len(ours)} layers", f"{len(theirs)} layers, differing in {missing[:4]}"
-        )
-    by_name = {(region.group, region.layer): region for region in theirs}
-    for region in ours:
-        other = by_name[(region.group, region.layer)]
-        if region.block_bytes != other.block_bytes:
-            raise IncompatiblePeersError(
-                f"bytes per block of {region.layer}", region.block_bytes, other.block_bytes
-            )
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Motion:
+    """How rows move from piece to piece; rows of one motion may be merged.
 
-def plan(
-    source: Sequence[Region],
-    destination: Sequence[Region],
-    blocks: Sequence[tuple[Int64s, Int64s]],
-) -> list[Runs]:
-    """Runs that copy `blocks[group] = (source ids, destination ids)` of every layer.
-
-    The two id arrays of a group have the same length and are paired by position. Returns one
-    `Runs` per pair of memories (one in all, on machines with one kind of memory). Raises
-    `ValueError` for an id outside its pool or for arrays of different length.
+    source_stride, source_step   bytes from kernel block to kernel block, from place to place;
+    destination_stride, destination_step
+                                 the same there.
     """
-    by_name = {(region.group, region.layer): region for region in destination}
-    parts: dict[tuple[str, int, str, int], list[tuple[Int64s, Int64s, Int64s]]] = {}
-    for region in source:
-        other = by_name[(region.group, region.layer)]
-        ids, other_ids = blocks[region.group]
-        _check_ids(ids, region)
-        _check_ids(other_ids, other)
-        if len(ids) != len(other_ids):
-            raise ValueError(f"group {region.group}: {len(ids)} blocks against {len(other_ids)}")
-        if not len(ids):
-            continue
-        key = (region.memory, region.device, other.memory, other.device)
-        parts.setdefault(key, []).append(_region_runs(region, other, ids, other_ids))
-    return [
-        Runs(
-            source=np.concatenate([part[0] for part in group]),
-            destination=np.concatenate([part[1] for part in group]),
-            length=np.concatenate([part[2] for part in group]),
-            source_memory=key[0],
-            source_device=key[1],
-            destination_memory=key[2],
-            destination_device=key[3],
-        )
-        for key, group in parts.items()
-    ]
+
+    memories: Memories
+    cut: Cut
+    source_stride: int
+    source_step: int
+    destination_stride: int
+    destination_step: int
 
 
-def slices(runs: Runs, bytes_max: int, runs_max: int) -> Iterator[Runs]:
-    """Cut `runs` into pieces of at most `bytes_max` bytes and `runs_max` runs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """Rows of one motion, all of `length` bytes; their addresses for block 0, place 0."""
 
-    A run longer than `bytes_max` is cut too, so the bound holds for every piece.
+    motion: Motion
+    length: int
+    source: Int64s
+    destination: Int64s
+
+    def joined(self, pieces: Pieces) -> Columns:
+        """The runs of a row at address 0: pieces that touch on both sides are one."""
+        motion = self.motion
+        source = pieces.source_block * motion.source_stride
+        source += pieces.source_place * motion.source_step
+        destination = pieces.destination_block * motion.destination_stride
+        destination += pieces.destination_place * motion.destination_step
+        return merged(source, destination, np.full(len(source), self.length))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairing:
+    """What one rank writes to another, for any block ids. Made by `pair`, once per peer.
+
+    layers   names of the layers of which something is written, in the source's order.
+    bundles  the templates.
     """
-    cut = _cut_long(runs, bytes_max)
-    ends = np.cumsum(cut.length)
-    start = 0
-    while start < len(cut):
-        before = int(ends[start - 1]) if start else 0
-        stop = int(np.searchsorted(ends, before + bytes_max, side="right"))
-        stop = min(max(stop, start + 1), start + runs_max)
-        yield cut.part(start, stop)
-        start = stop
+
+    layers: tuple[str, ...]
+    bundles: tuple[Bundle, ...]
+
+    def plan(self, groups: Sequence[GroupBlocks]) -> list[Runs]:
+        """Runs that copy what is owed of `groups[region.group]`, for every region.
+
+        Returns one `Runs` per pair of memories (one in all, on machines with one kind of memory),
+        none if nothing is owed. The owed tokens are rounded outwards to whole pieces: bytes before
+        `start` in its block are written once more as they are, and bytes after the last token in
+        its block are nobody's.
+
+        Raises `ValueError`, in a sentence: an id is outside its pool, the null block is owed, there
+        are too few blocks, or the plan has more than `RUNS_MAX` runs.
+        """
+        pieces = {cut: cut.pieces(groups) for cut in {bundle.motion.cut for bundle in self.bundles}}
+        joined = [bundle.joined(pieces[bundle.motion.cut]) for bundle in self.bundles]
+        total = sum(
+            len(bundle.source) * len(length)
+            for bundle, (_, _, length) in zip(self.bundles, joined, strict=True)
+        )
+        if total > RUNS_MAX:
+            raise ValueError(f"{total} runs are needed, and {RUNS_MAX} allowed in one plan")
+        parts: dict[Memories, list[Columns]] = {}
+        for bundle, (source, destination, length) in zip(self.bundles, joined, strict=True):
+            if len(length):
+                rows = (
+                    np.add.outer(bundle.source, source).ravel(),
+                    np.add.outer(bundle.destination, destination).ravel(),
+                    np.tile(length, len(bundle.source)),
+                )
+                parts.setdefault(bundle.motion.memories, []).append(rows)
+        return [_as_runs(memories, part) for memories, part in parts.items()]
 
 
-def _check_ids(ids: Int64s, region: Region) -> None:
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= region.blocks):
-        raise ValueError(f"a block id of group {region.group} is outside 0..{region.blocks - 1}")
-
-
-def _region_runs(
-    region: Region, other: Region, ids: Int64s, other_ids: Int64s
-) -> tuple[Int64s, Int64s, Int64s]:
-    """One region's rows, adjacent ones merged."""
-    source = region.base + ids * region.stride_bytes
-    destination = other.base + other_ids * other.stride_bytes
-    size = region.block_bytes
-    breaks = (np.diff(source) != size) | (np.diff(destination) != size)
-    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    counts = np.diff(np.concatenate((starts, [len(ids)])))
-    return source[starts], destination[starts], counts * size
-
-
-def _cut_long(runs: Runs, bytes_max: int) -> Runs:
-    if not len(runs) or int(runs.length.max()) <= bytes_max:
-        return runs
-    pieces = -(-runs.length // bytes_max)
-    index = np.repeat(np.arange(len(runs)), pieces)
-    nth = np.arange(len(index)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    offset = nth * bytes_max
+def _as_runs(memories: Memories, parts: list[Columns]) -> Runs:
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    source, destination, length = columns
+    if len(length) <= _SORTED_RUNS_MAX:
+        source, destination, length = merged(source, destination, length)
     return Runs(
-        source=runs.source[index] + offset,
-        destination=runs.destination[index] + offset,
-        length=np.minimum(bytes_max, runs.length[index] - offset),
-        source_memory=runs.source_memory,
-        source_device=runs.source_device,
-        destination_memory=runs.destination_memory,
-        destination_device=runs.destination_device,
+        source=source,
+        destination=destination,
+        length=length,
+        source_memory=memories[0],
+        source_device=memories[1],
+        destination_memory=memories[2],
+        destination_device=memories[3],
     )

@@ -20,9 +20,10 @@ from kvflow.core.notices import (
     Renew,
 )
 from kvflow.core.reasons import Reason
-from kvflow.ids import Address, AgentName, Incarnation, Rank, RequestId, TransferId
+from kvflow.ids import Address, AgentName, Incarnation, Rank, RequestId, TransferId, part_id
 
 T = TransferId("t")
+PART = part_id(T, 0)
 ADDRESS = Address("producer", 5600)
 RANKS = (Rank(0, 0), Rank(0, 1))
 P0, P1 = AgentName("p0"), AgentName("p1")
@@ -88,7 +89,7 @@ class Bench:
     @property
     def produced(self) -> str:
         """State of the producer's record of `T`."""
-        record = self.engine.records.producers.get(T)
+        record = self.engine.records.producers.get(PART)
         return record.state if record else "unknown"
 
     # -- a consumer's worker ---------------------------------------------------------------------
@@ -126,9 +127,14 @@ def aborted(request: str = "r", of: TransferId = T) -> ev.PrefillAborted:
     return ev.PrefillAborted(transfer_id=of, request_id=RequestId(request))
 
 
-def finished(request: str = "r", of: TransferId = T, blocks: Blocks = ((1, 2, 3),)) -> ev.Event:
+def finished(
+    request: str = "r",
+    of: TransferId = T,
+    blocks: Blocks = ((1, 2, 3),),
+    tokens: int = TOKENS,
+) -> ev.Event:
     return ev.PrefillFinished(
-        transfer_id=of, request_id=RequestId(request), blocks=blocks, tokens=TOKENS
+        transfer_id=of, request_id=RequestId(request), blocks=blocks, tokens=tokens
     )
 
 
@@ -137,13 +143,14 @@ def register(
     of: TransferId = T,
     blocks: Blocks = BLOCKS,
     write_until_s: float | None = None,
+    tokens: int = TOKENS,
 ) -> Register:
     return Register(
         transfer_id=of,
         attempt=attempt,
         blocks=blocks,
-        skip=(0,) * len(blocks),
-        tokens=TOKENS,
+        starts=(0,) * len(blocks),
+        tokens=tokens,
         lease_s=30.0,
         write_until_s=write_until_s,
     )
@@ -154,7 +161,7 @@ def cancel(attempt: int = 5, of: TransferId = T) -> Cancel:
 
 
 def written(attempt: int = 5) -> ev.WriteDone:
-    return ev.WriteDone(transfer_id=T, attempt=attempt, bytes=3, runs=1)
+    return ev.WriteDone(part=PART, attempt=attempt, bytes=3, runs=1)
 
 
 def allocated(
@@ -172,7 +179,7 @@ def allocated(
         address=address,
         engine_id=engine_id,
         blocks=blocks,
-        skip=(0,) * len(blocks),
+        starts=(0,) * len(blocks),
         tokens=TOKENS,
     )
 

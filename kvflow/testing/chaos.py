@@ -62,7 +62,10 @@ class Chaos:
         self.producers = [
             self.world.add_producer(f"P{n}", ranks=ranks, blocks=blocks) for n in range(producers)
         ]
-        self.consumers = [self.world.add_consumer(f"C{n}", blocks=blocks) for n in range(consumers)]
+        self.consumers = [
+            self.world.add_consumer(f"C{n}", ranks=1 + n % 2, blocks=blocks)
+            for n in range(consumers)
+        ]
         self.world.faults = Faults(slow_slices=0.6)
         self.ids: list[TransferId] = []
         self.off: frozenset[str] = frozenset()
@@ -321,7 +324,8 @@ class Chaos:
         producer = self.producers[one % len(self.producers)]
         consumer = self.consumers[other % len(self.consumers)]
         worker = producer.nodes[one // len(self.producers) % len(producer.nodes)]
-        return worker.agent, consumer.node.agent
+        nodes = consumer.nodes
+        return worker.agent, nodes[other // len(self.consumers) % len(nodes)].agent
 
     def partition(self, one: int, other: int, data: bool) -> None:
         worker, consumer = self._pair(one, other)
@@ -378,7 +382,7 @@ class Chaos:
         engine = self.engines[pick % len(self.engines)]
         if not engine.alive:
             return
-        nodes = engine.nodes if isinstance(engine, Producer) else [engine.node]
+        nodes = engine.nodes
         self.world.strike(Fault.SHUT_DOWN, engine.name)
         for node in nodes:
             node.take(ev.Closing())

@@ -13,17 +13,25 @@ from kvflow.core import Engine, Timings
 from kvflow.core import effects as ef
 from kvflow.core import events as ev
 from kvflow.core.ledger import Block
-from kvflow.ids import AgentName, Incarnation, Rank, TransferId
+from kvflow.ids import AgentName, Incarnation, PartId, Rank, TransferId
 from kvflow.testing import invariants
 from kvflow.testing.network import Frame, Hello
 
 if TYPE_CHECKING:
     from kvflow.testing.world import World
 
+BLOCK_TOKENS = 16
 SLICE_BLOCKS = 2
 SLICES_AT_ONCE = 2
 RETRY_S = 0.05
 """A paused write asks again after this, as well as after each event."""
+
+
+def writes_to(rank: int, ranks: int, consumer_rank: int, consumer_ranks: int) -> bool:
+    """Whether one of a producer's ranks owes something to one of a consumer's: heads in common."""
+    return rank * consumer_ranks < (consumer_rank + 1) * ranks and (
+        consumer_rank * ranks < (rank + 1) * consumer_ranks
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +48,7 @@ class Tag:
 class Slice:
     """One posted piece of a write: it reads and writes at any time until it has ended."""
 
-    transfer_id: TransferId
+    part: PartId
     attempt: int
     sender: AgentName
     receiver: AgentName
@@ -68,6 +76,7 @@ class Node:
     """One worker process.
 
     changed    something happened to its engine since it was last checked.
+    ranks      how many its engine has.
     skew_s, rate
                its clock shows `skew_s + rate * world.now`.
     memory     (block, rank) -> what it holds.
@@ -79,6 +88,7 @@ class Node:
     agent: AgentName
     incarnation: Incarnation
     rank: Rank
+    ranks: int
     timings: Timings
     engine: Engine = field(init=False)
     alive: bool = True
@@ -87,7 +97,7 @@ class Node:
     memory: dict[tuple[Block, Rank], Tag] = field(default_factory=dict)
     reachable: set[AgentName] = field(default_factory=set)
     heard: set[AgentName] = field(default_factory=set)
-    writes: dict[TransferId, Write] = field(default_factory=dict)
+    writes: dict[PartId, Write] = field(default_factory=dict)
     changed: bool = False
     skew_s: float = 0.0
     rate: float = 1.0
@@ -133,8 +143,16 @@ class Node:
         self.heard.add(frame.sender)
         if frame.hello is not None:
             self.reachable.add(frame.sender)
+            of = frame.hello
+            mine = [
+                tp for tp in range(of.ranks) if writes_to(self.rank.tp, self.ranks, tp, of.ranks)
+            ]
             introduced = ev.PeerIntroduced(
-                agent=frame.sender, incarnation=frame.hello.incarnation, rank=frame.hello.rank
+                agent=frame.sender,
+                incarnation=of.incarnation,
+                rank=of.rank,
+                part=mine.index(of.rank.tp),
+                parts=len(mine),
             )
             self.execute(self.engine.receive(introduced, self.clock))
         received = ev.NoticeReceived(sender=frame.sender, notice=frame.notice)
@@ -184,7 +202,7 @@ class Node:
             return
         hello = None
         if effect.agent not in self.heard:
-            hello = Hello(incarnation=self.incarnation, rank=self.rank)
+            hello = Hello(incarnation=self.incarnation, rank=self.rank, ranks=self.ranks)
         frame = Frame(sender=self.agent, receiver=effect.agent, notice=effect.notice, hello=hello)
         self.world.send(self, frame)
 
@@ -198,15 +216,19 @@ class Node:
     # -- writes ----------------------------------------------------------------------------------
 
     def _post(self, effect: ef.PostWrite) -> None:
-        assert effect.transfer_id not in self.writes, "one write per transfer at a time"
-        self.writes[effect.transfer_id] = Write(
+        assert effect.part not in self.writes, "one write per transfer at a time"
+        source = tuple(
+            ids[start // BLOCK_TOKENS :][: len(to)]
+            for ids, start, to in zip(effect.source, effect.starts, effect.destination, strict=True)
+        )
+        self.writes[effect.part] = Write(
             effect=effect,
-            source=invariants.flat(effect.source),
+            source=invariants.flat(source),
             destination=invariants.flat(effect.destination),
         )
 
     def _stop(self, effect: ef.StopWrite) -> None:
-        write = self.writes[effect.transfer_id]
+        write = self.writes[effect.part]
         assert write.effect.attempt == effect.attempt
         write.stop = True
 
@@ -225,7 +247,7 @@ class Node:
     def _post_slices(self, write: Write) -> None:
         effect = write.effect
         while write.under_way < SLICES_AT_ONCE and write.posted < len(write.source):
-            if not self.engine.may_write(effect.transfer_id, effect.attempt, self.clock):
+            if not self.engine.may_write(effect.part, effect.attempt, self.clock):
                 self._wait(write)
                 return
             if self.world.refuses_post(self):
@@ -233,7 +255,7 @@ class Node:
                 return
             stop = write.posted + SLICE_BLOCKS
             each = Slice(
-                transfer_id=effect.transfer_id,
+                part=effect.part,
                 attempt=effect.attempt,
                 sender=self.agent,
                 receiver=effect.agent,
@@ -270,13 +292,13 @@ class Node:
         self._go_on(write)
 
     def _answer(self, write: Write) -> ev.Event:
-        of, attempt = write.effect.transfer_id, write.effect.attempt
+        of, attempt = write.effect.part, write.effect.attempt
         if write.failed and not write.stop:
-            return ev.WriteFailed(transfer_id=of, attempt=attempt, detail=write.failed)
+            return ev.WriteFailed(part=of, attempt=attempt, detail=write.failed)
         if write.stop and (write.posted < len(write.source) or write.failed):
-            return ev.WriteStopped(transfer_id=of, attempt=attempt)
+            return ev.WriteStopped(part=of, attempt=attempt)
         runs = len(write.source)
-        return ev.WriteDone(transfer_id=of, attempt=attempt, bytes=runs, runs=runs)
+        return ev.WriteDone(part=of, attempt=attempt, bytes=runs, runs=runs)
 
     def _close(self, write: Write, answer: ev.Event) -> None:
         """The answer reaches the engine, and from then on another write may be asked for."""
@@ -284,5 +306,5 @@ class Node:
             self.world.later(self.paused_until - self.world.now, lambda: self._close(write, answer))
             return
         if self.alive:
-            del self.writes[write.effect.transfer_id]
+            del self.writes[write.effect.part]
             self.take(answer)

@@ -14,13 +14,12 @@ from kvflow.core.ledger import Block
 from kvflow.core.notices import Blocks
 from kvflow.ids import ATTEMPT_STRIDE, Address, AgentName, Rank, RequestId, TransferId
 from kvflow.testing import invariants
-from kvflow.testing.driver import Node, Tag
+from kvflow.testing.driver import BLOCK_TOKENS, Node, Tag, writes_to
 
 if TYPE_CHECKING:
     from kvflow.testing.world import World
 
 GROUPS = 2
-BLOCK_TOKENS = 16
 
 
 def blocks_of(transfer_id: TransferId) -> tuple[int, ...]:
@@ -70,21 +69,34 @@ class Prefill:
 
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """One request in a consumer, as vLLM sees it: loading, received, failed, over."""
+    """One request in a consumer, as vLLM sees it: loading, received, failed, over.
+
+    first     position of each group's first block.
+    reported  the workers that have reported it; vLLM goes on when all have.
+    """
 
     request_id: RequestId
     transfer_id: TransferId
     attempt: int
     ranks: tuple[Rank, ...]
     blocks: Blocks = ()
-    skip: tuple[int, ...] = ()
+    first: tuple[int, ...] = ()
     state: str = "loading"
     reason: str = ""
     aborted: bool = False
+    reported: set[AgentName] = field(default_factory=set)
 
     @property
     def given_back(self) -> bool:
         return self.state in ("failed", "over")
+
+    def writers(self, node: Node) -> list[Rank]:
+        """The producer's ranks that write to this worker."""
+        return [
+            rank
+            for rank in self.ranks
+            if writes_to(rank.tp, len(self.ranks), node.rank.tp, node.ranks)
+        ]
 
 
 class Producer:
@@ -108,7 +120,8 @@ class Producer:
         self.pool = Pool(self._blocks)
         self.prefills: dict[RequestId, Prefill] = {}
         self.nodes = [
-            self.world.start_node(f"{self.engine_id}-{rank}", rank) for rank in self.ranks
+            self.world.start_node(f"{self.engine_id}-{rank}", rank, len(self.ranks))
+            for rank in self.ranks
         ]
 
     def crash(self) -> None:
@@ -209,11 +222,12 @@ class Producer:
 
 
 class Consumer:
-    """A decode engine with one worker."""
+    """A decode engine: one scheduler, one worker or several."""
 
-    def __init__(self, world: "World", name: str, blocks: int) -> None:
+    def __init__(self, world: "World", name: str, ranks: int, blocks: int) -> None:
         self.world = world
         self.name = name
+        self.ranks = tuple(Rank(0, tp) for tp in range(ranks))
         self._blocks = blocks
         self._starts = 0
         self.alive = False
@@ -226,11 +240,21 @@ class Consumer:
         self.pool = Pool(self._blocks)
         self.loads: dict[RequestId, Load] = {}
         self.attempts = 0
-        self.node = self.world.start_node(f"{self.name}-{self._starts}", Rank(0, 0))
+        name, ranks = f"{self.name}-{self._starts}", len(self.ranks)
+        self.nodes = [
+            self.world.start_node(name if ranks == 1 else f"{name}-{rank}", rank, ranks)
+            for rank in self.ranks
+        ]
+
+    @property
+    def node(self) -> Node:
+        """Its worker, or the first."""
+        return self.nodes[0]
 
     def crash(self) -> None:
         self.alive = False
-        self.world.kill(self.node)
+        for node in self.nodes:
+            self.world.kill(node)
 
     # -- what vLLM does --------------------------------------------------------------------------
 
@@ -268,11 +292,11 @@ class Consumer:
             attempt=self.attempts,
             ranks=producer.ranks,
             blocks=blocks,
-            skip=skips,
+            first=skips,
         )
         self.loads[load.request_id] = load
         self._scribble(blocks)
-        self.node.take(
+        self._tell(
             ev.BlocksAllocated(
                 transfer_id=transfer_id,
                 request_id=load.request_id,
@@ -280,8 +304,8 @@ class Consumer:
                 address=producer.address,
                 engine_id=engine_id or (producer.engine_id if named else None),
                 blocks=blocks,
-                skip=skips,
-                tokens=tokens_of(transfer_id),
+                starts=tuple(BLOCK_TOKENS * skipped for skipped in skips),
+                tokens=tokens_of(transfer_id) + BLOCK_TOKENS * surplus,
             )
         )
         return load
@@ -301,7 +325,7 @@ class Consumer:
             blocks=blocks,
         )
         self.loads[request_id] = load
-        self.node.take(
+        self._tell(
             ev.LoadRefused(
                 transfer_id=transfer_id,
                 request_id=request_id,
@@ -313,13 +337,14 @@ class Consumer:
 
     def abort(self, load: Load) -> None:
         load.aborted = True
-        self.node.take(ev.LoadAborted(request_id=load.request_id))
+        self._tell(ev.LoadAborted(request_id=load.request_id))
         if load.state == "received":
             self.leave(load)
 
     def leave(self, load: Load) -> None:
         """A received request has finished, or is preempted: its content was right to the end."""
-        invariants.content_is_right(self.node, load)
+        for node in self.nodes:
+            invariants.content_is_right(node, load)
         load.state = "over"
         self.pool.give(load.blocks)
 
@@ -330,7 +355,7 @@ class Consumer:
         self.attempts += ATTEMPT_STRIDE
         number = self.world.next_number()
         request_id = again.request_id if again else RequestId(f"{self.name}.c{number}")
-        self.node.take(
+        self._tell(
             ev.ReleaseWanted(
                 transfer_id=transfer_id,
                 request_id=request_id,
@@ -346,16 +371,25 @@ class Consumer:
         invariants.load_is_awaited(load, node, effect.request_id)
         assert load is not None
         invariants.nothing_lands_in(self.world, node, invariants.flat(load.blocks))
-        load.reason = effect.reason or ""
+        load.reason = load.reason or effect.reason or ""
+        load.reported.add(node.agent)
         if effect.reason is None:
             invariants.content_is_right(node, load)
+        if len(load.reported) < len(self.nodes):
+            return
+        if not load.reason:
             load.state = "received"
         else:
             load.state = "failed"
             self._scribble(load.blocks)
             self.pool.give(load.blocks)
 
+    def _tell(self, event: ev.Event) -> None:
+        for node in self.nodes:
+            node.take(event)
+
     def _scribble(self, blocks: Blocks) -> None:
         mine: set[Block] = set(invariants.flat(blocks))
-        for key in [key for key in self.node.memory if key[0] in mine]:
-            del self.node.memory[key]
+        for node in self.nodes:
+            for key in [key for key in node.memory if key[0] in mine]:
+                del node.memory[key]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvflow.core import consumer
 from kvflow.core.ledger import Block
 from kvflow.core.notices import Blocks
-from kvflow.ids import ATTEMPT_STRIDE, RequestId
+from kvflow.ids import ATTEMPT_STRIDE, RequestId, transfer_of
 
 if TYPE_CHECKING:
     from kvflow.testing.driver import Node, Slice
@@ -70,10 +70,10 @@ def nothing_reads_from(world: "World", node: "Node", blocks: Iterable[Block]) ->
 
 def slice_may_be_posted(node: "Node", each: "Slice") -> None:
     """S4."""
-    may = node.engine.may_write(each.transfer_id, each.attempt, node.clock)
+    may = node.engine.may_write(each.part, each.attempt, node.clock)
     _check(may, "S4", f"{each} posted without permission")
     content = [node.memory.get((block, node.rank)) for block in each.source]
-    right = all(tag is not None and tag.transfer_id == each.transfer_id for tag in content)
+    right = all(tag is not None and tag.transfer_id == transfer_of(each.part) for tag in content)
     _check(right, "S4", f"{each} posted from {content}")
 
 
@@ -84,10 +84,11 @@ def slice_may_land(node: "Node", each: "Slice", loads: Iterable["Load"]) -> None
             continue
         record = node.engine.records.consumers.get(load.request_id)
         wanted = (load.transfer_id, record.attempt if record else None)
-        mine = wanted == (each.transfer_id, each.attempt)
+        mine = wanted == (transfer_of(each.part), each.attempt)
         mine = mine and load.attempt <= each.attempt < load.attempt + ATTEMPT_STRIDE
         _check(mine, "S7", f"{each} landed in {load}")
-        _check(load.state == "loading", "S2", f"{each} landed in {load}")
+        open_ = load.state == "loading" and node.agent not in load.reported
+        _check(open_, "S2", f"{each} landed in {load}")
         return
     _check(False, "S2", f"{each} landed in blocks that nobody loads into")
 
@@ -104,7 +105,8 @@ def load_is_awaited(load: "Load | None", node: "Node", request_id: RequestId) ->
     """S5, consumer."""
     _check(load is not None, "S5", f"{node.agent} reported {request_id}, unknown to vLLM")
     assert load is not None
-    _check(load.state == "loading", "S5", f"{node.agent} reported {load}")
+    awaited = load.state == "loading" and node.agent not in load.reported
+    _check(awaited, "S5", f"{node.agent} reported {load}")
 
 
 def content_is_right(node: "Node", load: "Load") -> None:
@@ -112,9 +114,9 @@ def content_is_right(node: "Node", load: "Load") -> None:
     sources = set()
     for group, ids in enumerate(load.blocks):
         for nth, block in enumerate(ids):
-            for rank in load.ranks:
+            for rank in load.writers(node):
                 tag = node.memory.get(((group, block), rank))
-                wanted = (load.transfer_id, group, load.skip[group] + nth)
+                wanted = (load.transfer_id, group, load.first[group] + nth)
                 got = (tag.transfer_id, tag.group, tag.position) if tag else None
                 _check(got == wanted, "S6", f"block {block} of {load} holds {tag} from {rank}")
                 sources.add(tag.request_id if tag else None)

@@ -16,10 +16,14 @@ from kvflow.testing.faults import Fault
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """A sender's coordinates, sent along until it has heard from the receiver."""
+    """A sender's coordinates, sent along until it has heard from the receiver.
+
+    ranks  how many its engine has.
+    """
 
     incarnation: Incarnation
     rank: Rank
+    ranks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

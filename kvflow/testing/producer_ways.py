@@ -7,7 +7,7 @@ from kvflow.core import events as ev
 from kvflow.core.notices import Notice
 from kvflow.ids import AgentName, TransferId
 from kvflow.testing import bench as b
-from kvflow.testing.bench import C1, C2, Bench, T
+from kvflow.testing.bench import C1, C2, PART, Bench, T
 
 Script = Callable[[Bench], object]
 
@@ -33,7 +33,7 @@ def hears(sender: AgentName, *notices: Notice) -> Script:
 
 
 def write_failed(attempt: int) -> ev.WriteFailed:
-    return ev.WriteFailed(transfer_id=T, attempt=attempt, detail="EIO")
+    return ev.WriteFailed(part=PART, attempt=attempt, detail="EIO")
 
 
 def p_unknown(bench: Bench) -> None:
@@ -152,16 +152,15 @@ def register_beyond(bench: Bench) -> None:
     bench.hear(C1, b.register(6))
 
 
-TOO_MANY = ((4, 5, 6, 7),)
 PRODUCER_EVENTS: dict[str, list[Script]] = {
     "prefill_started": [takes(b.started())],
-    "prefill_finished": [takes(b.finished()), takes(b.finished(blocks=((1, 2),)))],
+    "prefill_finished": [takes(b.finished()), takes(b.finished(tokens=b.TOKENS - 1))],
     "prefill_aborted": [takes(b.aborted())],
     "prefill_preempted": [takes(b.preempted())],
     "rival_started": [takes(b.started("rival"))],
     "rival_finished": [takes(b.finished("rival"))],
     "rival_ended": [takes(b.aborted("rival")), takes(b.preempted("rival"))],
-    "registered": [hears(C1, b.register(6)), hears(C1, b.register(6, blocks=TOO_MANY))],
+    "registered": [hears(C1, b.register(6)), hears(C1, b.register(6, tokens=b.TOKENS + 1))],
     "registered_again": [hears(C1, b.register())],
     "registered_anew": [hears(C1, b.register(6))],
     "registered_stale": [hears(C1, b.register(4)), hears(C1, b.register(0))],
@@ -173,7 +172,7 @@ PRODUCER_EVENTS: dict[str, list[Script]] = {
     "renewed": [hears(C1, b.renew())],
     "write_done": [takes(b.written())],
     "write_failed": [takes(write_failed(5)), takes(write_failed(6))],
-    "write_stopped": [takes(ev.WriteStopped(transfer_id=T, attempt=5))],
+    "write_stopped": [takes(ev.WriteStopped(part=PART, attempt=5))],
     "peer_lost": [lose_consumer],
     "expired": [until_over],
     "closing": [takes(ev.Closing())],

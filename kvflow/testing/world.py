@@ -20,7 +20,7 @@ from kvflow.core import events as ev
 from kvflow.core.clocks import CLOCK_DRIFT_MAX
 from kvflow.ids import Address, AgentName, Incarnation, Rank, RequestId
 from kvflow.testing import invariants
-from kvflow.testing.driver import Node, Slice
+from kvflow.testing.driver import Node, Slice, writes_to
 from kvflow.testing.engines import Consumer, Producer
 from kvflow.testing.faults import Fault, Faults
 from kvflow.testing.network import FAIR, Frame, Network, Weather
@@ -75,11 +75,11 @@ class World:
         self.producers[producer.address] = producer
         return producer
 
-    def add_consumer(self, name: str, *, blocks: int = 60) -> Consumer:
-        self.consumers[name] = Consumer(self, name, blocks)
+    def add_consumer(self, name: str, *, ranks: int = 1, blocks: int = 60) -> Consumer:
+        self.consumers[name] = Consumer(self, name, ranks, blocks)
         return self.consumers[name]
 
-    def start_node(self, name: str, rank: Rank) -> Node:
+    def start_node(self, name: str, rank: Rank, ranks: int) -> Node:
         agent = AgentName(name)
         if self.skewed:
             self.strike(Fault.CLOCK_SKEWED)
@@ -89,6 +89,7 @@ class World:
             agent=agent,
             incarnation=Incarnation(f"i-{name}"),
             rank=rank,
+            ranks=ranks,
             timings=self.timings,
             skew_s=self.rng.uniform(0.0, 1e5) if self.skewed else 0.0,
             rate=1 + self.rng.uniform(-0.4, 0.4) * CLOCK_DRIFT_MAX if self.skewed else 1.0,
@@ -246,7 +247,11 @@ class World:
             address=address,
             engine_id=producer.engine_id,
             incarnation=producer.nodes[0].incarnation,
-            agents={worker.rank: worker.agent for worker in producer.nodes},
+            agents={
+                worker.rank: worker.agent
+                for worker in producer.nodes
+                if writes_to(worker.rank.tp, worker.ranks, node.rank.tp, node.ranks)
+            },
         )
 
     def _is_cut_off(self, node: Node, producer: Producer) -> bool:
@@ -278,11 +283,11 @@ class World:
         slow = self.rng.random() < self.faults.slow_slices
         fails = self.rng.random() < self.faults.write_fails
         if slow:
-            self.strike(Fault.SLICE_SLOW, f"of {each.transfer_id} by {sender.agent}")
+            self.strike(Fault.SLICE_SLOW, f"of {each.part} by {sender.agent}")
         most_s = 0.99 * self.timings.slice_max_s if slow else 0.002
         takes_s = self.rng.uniform(0.001, most_s) if slow or fails else 0.001
         if self._happens(self.faults.poll_fails):
-            self.strike(Fault.POLL_FAILED, f"of {each.transfer_id} by {sender.agent}")
+            self.strike(Fault.POLL_FAILED, f"of {each.part} by {sender.agent}")
             self.later(takes_s / 2, lambda: troubled("asking the transfer library failed"))
         self.later(takes_s, lambda: self._end_slice(sender, each, ended, fails))
 
@@ -293,10 +298,10 @@ class World:
         self.slices.pop(each, None)
         receiver = self.nodes.get(each.receiver)
         if receiver is None or not self.network.carries_data(sender.agent, each.receiver):
-            self.strike(Fault.SLICE_TO_DEAD, f"of {each.transfer_id} by {sender.agent}")
+            self.strike(Fault.SLICE_TO_DEAD, f"of {each.part} by {sender.agent}")
             fails = True
         elif fails:
-            self.strike(Fault.SLICE_FAILED, f"of {each.transfer_id} by {sender.agent}")
+            self.strike(Fault.SLICE_FAILED, f"of {each.part} by {sender.agent}")
             if self.rng.random() < 0.5:  # it may have landed all the same
                 self._land(sender, receiver, each)
         else:
@@ -304,7 +309,7 @@ class World:
         ended("the transfer library reported an error" if fails else "")
 
     def _land(self, sender: Node, receiver: Node, each: Slice) -> None:
-        consumer = next(c for c in self.consumers.values() if c.node is receiver)
+        consumer = next(c for c in self.consumers.values() if receiver in c.nodes)
         invariants.slice_may_land(receiver, each, consumer.loads.values())
         for source, destination in zip(each.source, each.destination, strict=True):
             tag = sender.memory.get((source, sender.rank))
@@ -320,7 +325,7 @@ class World:
 
     def report_received(self, node: Node, effect: ef.ReportReceived) -> None:
         self.log.append((self.now, node.agent, effect))
-        next(c for c in self.consumers.values() if c.node is node).report_received(node, effect)
+        next(c for c in self.consumers.values() if node in c.nodes).report_received(node, effect)
 
     def note(self, node: Node, effect: ef.Moved | ef.Ignored) -> None:
         self.log.append((self.now, node.agent, effect))

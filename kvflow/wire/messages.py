@@ -12,7 +12,7 @@ from kvflow.core import notices
 from kvflow.core.reasons import Reason, Standing
 from kvflow.ids import TRANSFER_ID_CHARS_MAX
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 FRAME_BYTES_MAX = 16 * 2**20
 """A registration of 1 M tokens in blocks of 16 is under 400 kB; so is a large region table."""
 NOTICES_PER_FRAME_MAX = 4096
@@ -20,6 +20,7 @@ RENEWALS_PER_NOTICE_MAX = 65536
 BLOCKS_PER_GROUP_MAX = 2**20
 GROUPS_MAX = 64
 REGIONS_MAX = 4096
+PLANES_MAX = 8
 RANKS_MAX = 1024
 AGENT_METADATA_BYTES_MAX = 8 * 2**20
 NAME_CHARS_MAX = 512
@@ -37,6 +38,8 @@ Clock = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Bytes = Annotated[int, msgspec.Meta(gt=0, lt=2**62)]
+Offset = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+Some = Annotated[int, msgspec.Meta(gt=0, lt=2**31)]
 BlockIds = Annotated[tuple[BlockId, ...], msgspec.Meta(max_length=BLOCKS_PER_GROUP_MAX)]
 
 
@@ -49,7 +52,7 @@ class Register(_Message, frozen=True, tag="register"):
     transfer_id: TransferIdText
     attempt: Attempt
     blocks: Annotated[tuple[BlockIds, ...], msgspec.Meta(max_length=GROUPS_MAX)]
-    skip: Annotated[tuple[Count, ...], msgspec.Meta(max_length=GROUPS_MAX)]
+    starts: Annotated[tuple[Count, ...], msgspec.Meta(max_length=GROUPS_MAX)]
     tokens: Count
     lease_s: Seconds
     write_until_s: Clock | None
@@ -105,15 +108,35 @@ NOTICES = (Register, Accepted, Done, Failed, Cancel, Renew, Alive)
 AnyNotice = Register | Accepted | Done | Failed | Cancel | Renew | Alive
 
 
-class Region(_Message, frozen=True):
+class Plane(_Message, frozen=True, kw_only=True, array_like=True):
+    """`kvflow.layout.Plane` as it travels: there are many, so without the names of its fields."""
+
+    name: Name
+    offset: Offset
+    head_stride: Offset
+    rows: Some
+    row_stride: Offset
+    token_stride: Offset
+    cell_bytes: Bytes
+    tile: Some = 1
+
+
+class Region(_Message, frozen=True, kw_only=True):
     """`kvflow.layout.Region` as it travels."""
 
     layer: Name
     group: Annotated[int, msgspec.Meta(ge=0, lt=GROUPS_MAX)]
     base: Bytes
-    block_bytes: Bytes
     stride_bytes: Bytes
-    blocks: Annotated[int, msgspec.Meta(gt=0, lt=2**31)]
+    block_bytes: Bytes
+    blocks: Some
+    tokens: Count
+    subblocks: Some = 1
+    heads: Some = 1
+    head_first: Count = 0
+    heads_total: Some = 1
+    planes: Annotated[tuple[Plane, ...], msgspec.Meta(min_length=1, max_length=PLANES_MAX)]
+    encoding: Name
     memory: Annotated[str, msgspec.Meta(pattern=r"\A(DRAM|VRAM)\Z")]
     device: Annotated[int, msgspec.Meta(ge=0, lt=2**15)]
 

@@ -10,6 +10,7 @@ pytest.importorskip("vllm", reason="kvflow.connector imports vLLM")
 
 from vllm.v1.request import RequestStatus
 
+from kvflow.connector.groups import Group
 from kvflow.connector.scheduler import SchedulerHalf
 from kvflow.core import events as ev
 from kvflow.io.seal import Seal
@@ -17,6 +18,7 @@ from kvflow.settings import Settings
 from kvflow.wire import messages as m
 
 BLOCK = 16
+FULL = Group(index=0, block_tokens=BLOCK)
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t"}
 DECODE = {
     "do_remote_prefill": True,
@@ -69,7 +71,6 @@ class FakeBlocks:
 def config(role: str = "kv_both") -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(is_kv_producer=role != "kv_consumer"),
-        cache_config=SimpleNamespace(block_size=BLOCK),
         parallel_config=SimpleNamespace(
             data_parallel_index=0, tensor_parallel_size=1, pipeline_parallel_size=1
         ),
@@ -77,9 +78,14 @@ def config(role: str = "kv_both") -> Any:
 
 
 def make(
-    role: str = "kv_both", settings: Settings | None = None, seal: Seal | None = None
+    role: str = "kv_both",
+    settings: Settings | None = None,
+    seal: Seal | None = None,
+    groups: tuple[Group, ...] = (),
 ) -> SchedulerHalf:
-    return SchedulerHalf(config(role), "engine-here", settings or Settings(), seal)
+    return SchedulerHalf(
+        config(role), "engine-here", settings or Settings(), groups or (FULL,), seal
+    )
 
 
 def step(half: SchedulerHalf, preempted: set[str] | None = None) -> tuple[ev.Event, ...]:

@@ -29,6 +29,7 @@ SIGNATURES_OF_VLLM_0_33 = {
     "get_loaded_kv_cache_group_ids": ["self", "request"],
     "get_num_new_matched_tokens": ["self", "request", "num_computed_tokens"],
     "get_transfer_results": ["self", "finished_req_ids"],
+    "get_required_kvcache_layout": ["vllm_config"],
     "has_pending_push_work": ["self"],
     "on_new_request": ["self", "request"],
     "register_kv_caches": ["self", "kv_caches"],

@@ -174,23 +174,23 @@ def test_a_decode_leg_loads_its_whole_prompt(half: SchedulerHalf) -> None:
             address=Address("prefill", 5600),
             engine_id="engine-p",
             blocks=((10, 11, 12, 13, 14),),
-            skip=(0,),
+            starts=(0,),
             tokens=5 * BLOCK,
         ),
     )
 
 
 @pytest.mark.parametrize(
-    ("tokens", "computed", "external", "blocks", "skip"),
+    ("tokens", "computed", "external", "blocks"),
     [
-        (80, 0, 80, (10, 11, 12, 13, 14), 0),
-        (80, 16, 64, (11, 12, 13, 14), 1),
-        (80, 64, 16, (14,), 4),
-        (70, 0, 70, (10, 11, 12, 13, 14), 0),
-        (70, 64, 6, (14,), 4),
-        (65, 48, 17, (13, 14), 3),
-        (1, 0, 1, (10,), 0),
-        (33, 0, 33, (10, 11, 12), 0),
+        (80, 0, 80, (10, 11, 12, 13, 14)),
+        (80, 16, 64, (11, 12, 13, 14)),
+        (80, 64, 16, (14,)),
+        (70, 0, 70, (10, 11, 12, 13, 14)),
+        (70, 64, 6, (14,)),
+        (65, 48, 17, (13, 14)),
+        (1, 0, 1, (10,)),
+        (33, 0, 33, (10, 11, 12)),
     ],
 )
 def test_what_is_cached_here_is_not_loaded(
@@ -199,13 +199,12 @@ def test_what_is_cached_here_is_not_loaded(
     computed: int,
     external: int,
     blocks: tuple[int, ...],
-    skip: int,
 ) -> None:
     request = FakeRequest(DECODE, num_prompt_tokens=tokens)
     assert schedule(half, request, computed) == (external, True)
     (event,) = step(half)
     assert isinstance(event, ev.BlocksAllocated)
-    assert (event.blocks, event.skip, event.tokens) == ((blocks,), (skip,), tokens)
+    assert (event.blocks, event.starts, event.tokens) == ((blocks,), (computed,), tokens)
 
 
 def test_when_all_is_cached_here_the_producer_is_told_so(half: SchedulerHalf) -> None:

@@ -4,10 +4,10 @@ import pytest
 
 from kvflow.core.ledger import Ledger
 from kvflow.errors import LocalProtocolError
-from kvflow.ids import Rank, RequestId, TransferId
+from kvflow.ids import Rank, RequestId, TransferId, part_id
 
 R, OTHER = RequestId("r"), RequestId("other")
-T = TransferId("t")
+PART = part_id(TransferId("t"), 0)
 NOBODY: frozenset[object] = frozenset()
 
 
@@ -45,37 +45,37 @@ def test_blocks_are_given_back_once_and_can_then_be_reserved_s5() -> None:
 
 def test_blocks_are_not_released_while_a_write_is_outstanding_s3() -> None:
     ledger = Ledger()
-    ledger.pin(R)
-    ledger.open_write(T, 1, R)
+    ledger.pin(R, PART)
+    ledger.open_write(PART, 1, R)
     with pytest.raises(LocalProtocolError, match="S3"):
-        ledger.unpin(R)
-    ledger.close_write(T)
-    ledger.unpin(R)
+        ledger.unpin(R, PART)
+    ledger.close_write(PART)
+    ledger.unpin(R, PART)
     assert ledger.empty
 
 
 def test_a_prefill_is_pinned_and_unpinned_once_s3_s5() -> None:
     ledger = Ledger()
-    ledger.pin(R)
+    ledger.pin(R, PART)
     with pytest.raises(LocalProtocolError, match="S3"):
-        ledger.pin(R)
-    ledger.unpin(R)
+        ledger.pin(R, PART)
+    ledger.unpin(R, PART)
     with pytest.raises(LocalProtocolError, match="S5"):
-        ledger.unpin(R)
+        ledger.unpin(R, PART)
 
 
 def test_a_write_is_opened_once_and_only_from_a_pinned_prefill_s4() -> None:
     ledger = Ledger()
     with pytest.raises(LocalProtocolError, match="S4"):
-        ledger.open_write(T, 1, R)
-    ledger.pin(R)
-    ledger.open_write(T, 1, R)
+        ledger.open_write(PART, 1, R)
+    ledger.pin(R, PART)
+    ledger.open_write(PART, 1, R)
     with pytest.raises(LocalProtocolError, match="S4"):
-        ledger.open_write(T, 1, R)
-    assert ledger.is_open(T, 1)
-    assert not ledger.is_open(T, 2)
+        ledger.open_write(PART, 1, R)
+    assert ledger.is_open(PART, 1)
+    assert not ledger.is_open(PART, 2)
 
 
 def test_a_write_that_is_not_open_cannot_be_closed_s4() -> None:
     with pytest.raises(LocalProtocolError, match="S4"):
-        Ledger().close_write(T)
+        Ledger().close_write(PART)

@@ -7,7 +7,7 @@ from kvflow.core import effects as ef
 from kvflow.core import events as ev
 from kvflow.core.notices import Cancel, Failed, Register, Renew
 from kvflow.errors import LocalProtocolError
-from kvflow.ids import Address, AgentName, Incarnation, Rank, TransferId
+from kvflow.ids import Address, AgentName, Incarnation, Rank, TransferId, part_id
 from kvflow.testing import bench as b
 from kvflow.testing.bench import ADDRESS, C1, C2, P0, P1, Bench, T
 from kvflow.testing.scenes import acquainted, both_legs, prefilled
@@ -230,7 +230,7 @@ def test_an_answer_to_a_write_that_is_not_open_is_a_bug_of_ours_s4() -> None:
     with pytest.raises(LocalProtocolError, match="no such write"):
         bench.take(b.written(attempt=4))
     with pytest.raises(LocalProtocolError, match="no such write"):
-        bench.take(ev.WriteDone(transfer_id=OTHER, attempt=5, bytes=1, runs=1))
+        bench.take(ev.WriteDone(part=part_id(OTHER, 0), attempt=5, bytes=1, runs=1))
 
 
 def test_the_second_registration_of_a_blind_rank_is_the_last_s2() -> None:

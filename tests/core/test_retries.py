@@ -8,7 +8,7 @@ from kvflow.core import events as ev
 from kvflow.core.notices import Alive, Failed, Register, Renew
 from kvflow.ids import AgentName, TransferId
 from kvflow.testing import bench as b
-from kvflow.testing.bench import C1, C2, P0, P1, Bench, T
+from kvflow.testing.bench import C1, C2, P0, P1, PART, Bench, T
 
 OTHER = TransferId("other")
 
@@ -20,7 +20,7 @@ def last_word(bench: Bench, agent: AgentName) -> Failed:
 
 
 def write_failed(attempt: int, *, final: bool = False) -> ev.WriteFailed:
-    return ev.WriteFailed(transfer_id=T, attempt=attempt, detail="EIO", final=final)
+    return ev.WriteFailed(part=PART, attempt=attempt, detail="EIO", final=final)
 
 
 def transferring(attempt: int) -> Bench:

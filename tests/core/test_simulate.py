@@ -105,12 +105,12 @@ STRIKES = {
 def writes_whatever_the_lease(patch: pytest.MonkeyPatch) -> None:
     """`may_write` without the time until which the consumer allows it."""
 
-    def may_write(self: Engine, transfer_id: Any, attempt: int, now: float) -> bool:
-        record = self.records.producers.get(transfer_id)
+    def may_write(self: Engine, part: Any, attempt: int, now: float) -> bool:
+        record = self.records.producers.get(part)
         return (
             record is not None
             and record.state == "transferring"
-            and self.ledger.is_open(transfer_id, attempt)
+            and self.ledger.is_open(part, attempt)
         )
 
     patch.setattr(Engine, "may_write", may_write)
@@ -182,10 +182,10 @@ def releases_while_draining(patch: pytest.MonkeyPatch) -> None:
         turn.effects.append(ReportSent(request_id=record.request_id))
 
     def close(record: ProducerRecord, turn: Turn) -> None:
-        turn.ledger.close_write(record.transfer_id)
+        turn.ledger.close_write(record.part)
         if record.state == "draining":
             assert record.request_id is not None
-            unpin(turn.ledger, record.request_id)
+            unpin(turn.ledger, record.request_id, record.part)
         else:
             producer_steps.release(record, record.request_id, turn)
 
@@ -222,7 +222,7 @@ def test_a_broken_rule_is_found_and_its_transcript_is_short(
         violation = simulate(seed, MUTANT_STEPS, swarm=swarm).violation
         if violation is not None:
             assert violation.invariant in broken, violation.said
-            assert len(violation.operations) <= min(violation.found_in, 40)
+            assert len(violation.operations) <= min(violation.found_in, 80)
             again = Run(violation.setting).do_all(violation.operations)
             assert str(again.error) == violation.said
             assert "* " in violation.transcript

@@ -17,12 +17,12 @@ from kvflow.core.peer import PeerRecord
 from kvflow.core.producer import ProducerRecord
 from kvflow.errors import LocalProtocolError
 from kvflow.ids import Incarnation, Rank, RequestId
-from kvflow.testing.bench import ADDRESS, C1, Bench, T
+from kvflow.testing.bench import ADDRESS, C1, PART, Bench, T
 from kvflow.testing.rows import RowWatch, Taken, describe, every_row
 from kvflow.testing.ways import EVENTS, WAYS, Script
 
 RECORDS = {
-    "producer": lambda state: ProducerRecord(state=state, since=0.0, transfer_id=T),
+    "producer": lambda state: ProducerRecord(state=state, since=0.0, transfer_id=T, part=PART),
     "consumer": lambda state: ConsumerRecord(
         state=state, since=0.0, transfer_id=T, request_id=RequestId("c")
     ),
@@ -88,8 +88,8 @@ def test_every_row_is_taken_by_a_real_event_and_then_everything_ends_l1(taken: T
 def settle(bench: Bench) -> None:
     """What the driver owes: each open write ends."""
     bench.wait(400.0)
-    for transfer_id, (attempt, _) in list(bench.engine.ledger._writes.items()):
-        bench.take(ev.WriteDone(transfer_id=transfer_id, attempt=attempt, bytes=0, runs=0))
+    for part, (attempt, _) in list(bench.engine.ledger._writes.items()):
+        bench.take(ev.WriteDone(part=part, attempt=attempt, bytes=0, runs=0))
 
 
 def impossible() -> Iterator[tuple[Table, str, str]]:

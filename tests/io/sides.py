@@ -25,7 +25,7 @@ BLOCK_BYTES = 256
 GAP_BYTES = 64
 BLOCK_TOKENS = 16
 SOURCE = [3, 4, 5, 9, 1, 20]
-DESTINATION = [0, 7, 8, 2, 31, 12]
+DESTINATION = [6, 7, 8, 2, 31, 12]
 PAIRS = list(zip(SOURCE, DESTINATION, strict=True))
 FACTS = Facts(
     model="tiny layers=2",
@@ -61,7 +61,7 @@ class Memory:
     def regions(self) -> tuple[Region, ...]:
         layers, blocks, stride = self.array.shape
         return tuple(
-            Region(
+            Region.pages(
                 layer=f"layer.{layer}",
                 group=0,
                 base=self.array[layer].ctypes.data,
@@ -70,6 +70,7 @@ class Memory:
                 blocks=blocks,
                 memory="DRAM",
                 device=0,
+                tokens=BLOCK_TOKENS,
             )
             for layer in range(layers)
         )
@@ -314,7 +315,7 @@ def allocated(
         address=address,
         engine_id=None,
         blocks=(tuple(blocks),),
-        skip=(skip,),
+        starts=(BLOCK_TOKENS * skip,),
         tokens=(skip + len(blocks)) * BLOCK_TOKENS,
     )
 

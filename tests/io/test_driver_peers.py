@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from kvflow.core import Reason
@@ -17,7 +18,7 @@ from kvflow.wire import messages as m
 from .sides import FACTS, Clock, Memory, Pair, Side, changed, frame_of, load_of, prefill_of
 
 SOURCE = [3, 4, 5, 9]
-DESTINATION = [0, 7, 8, 2]
+DESTINATION = [6, 7, 8, 2]
 MakeSide = Callable[..., Side]
 
 
@@ -36,22 +37,13 @@ def bad_frames(pair: Pair) -> dict[str, bytes]:
         "other_name": frame_of(consumer, agent="somebody else"),
         "other_metadata": frame_of(consumer, metadata=pair.producer.port.metadata()),
         "unreadable_metadata": frame_of(consumer, metadata=b"scribble"),
-        "too_large": b"\x01" + bytes(m.FRAME_BYTES_MAX),
+        "too_large": bytes([m.PROTOCOL_VERSION]) + bytes(m.FRAME_BYTES_MAX),
         "not_a_frame": codec.encode(m.MeetRequest(engine_id="e")),
         "bad_region": frame_of(
             consumer,
             regions=tuple(
-                m.Region(
-                    layer="layer.0",
-                    group=0,
-                    base=1,
-                    block_bytes=8,
-                    stride_bytes=4,
-                    blocks=1,
-                    memory="DRAM",
-                    device=0,
-                )
-                for _ in range(2)
+                msgspec.structs.replace(region, head_first=1)
+                for region in consumer.driver.hello.regions
             ),
         ),
     }
@@ -88,7 +80,7 @@ def test_a_registration_for_blocks_outside_the_pool_fails_that_transfer_only(pai
         transfer_id=TransferId("t"),
         attempt=1,
         blocks=((31, 32),),
-        skip=(0,),
+        starts=(0,),
         tokens=32,
         lease_s=30.0,
         write_until_s=pair.clock.now + 1.0,
@@ -114,13 +106,11 @@ def test_a_notice_of_a_stranger_changes_nothing(pair: Pair) -> None:
 # -- incompatible peers --------------------------------------------------------------------------
 
 DIFFERENT = {
-    "tp_size": ("tensor-parallel size", 1, 2),
-    "pp_size": ("pipeline-parallel size", 1, 2),
-    "block_sizes": ("block size", (16,), (32,)),
+    "tp_size": ("tensor-parallel size", 2, 3),
+    "pp_size": ("pipeline-parallel size", 2, 3),
     "kv_dtype": ("dtype", "torch.bfloat16", "torch.float16"),
     "model": ("model", "tiny layers=2", "large layers=2"),
     "group_kinds": ("cache groups", ("FullAttentionSpec",), ("MambaSpec",)),
-    "kv_layout": ("layout", FACTS.kv_layout, "page (2, 4, 16)"),
 }
 
 
@@ -130,7 +120,8 @@ def test_peers_that_differ_are_refused_at_the_meeting_with_both_values(
 ) -> None:
     name, ours, theirs = DIFFERENT[field]
     producer = make_side("producer", facts=changed(FACTS, **{field: theirs}))
-    pair = Pair(producer, make_side("consumer"), clock)
+    consumer = make_side("consumer", facts=changed(FACTS, **{field: ours}))
+    pair = Pair(producer, consumer, clock)
     pair.load("t", DESTINATION)
     pair.turn_until_quiet()
     assert pair.consumer.reports.received_ids == [(load_of("t"), Reason.INCOMPATIBLE)]
@@ -146,7 +137,7 @@ def test_different_layers_are_refused_at_the_meeting(make_side: MakeSide, clock:
     pair.load("t", DESTINATION)
     pair.turn_until_quiet()
     detail = pair.consumer.notes.ended("consumer")[0].detail
-    assert "bytes per block of layer.0 is 256 here and 512 there" in detail
+    assert "cell_bytes of plane page of layer.0 is 16 here and 32 there" in detail
 
 
 def test_an_engine_without_our_rank_is_refused_with_the_ranks_that_it_has(
@@ -164,13 +155,13 @@ def test_a_consumer_that_differs_is_told_so_when_it_registers_all_the_same(
     make_side: MakeSide, clock: Clock
 ) -> None:
     producer = make_side("producer")
-    consumer = make_side("consumer", facts=changed(FACTS, tp_size=2))
+    consumer = make_side("consumer", facts=changed(FACTS, model="other"))
     pair = Pair(producer, consumer, clock)
     register = Register(
         transfer_id=TransferId("t"),
         attempt=1,
         blocks=((1,),),
-        skip=(0,),
+        starts=(0,),
         tokens=16,
         lease_s=30.0,
         write_until_s=None,

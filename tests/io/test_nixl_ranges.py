@@ -7,7 +7,7 @@ from kvflow.layout import Region
 
 
 def span(start: int, size: int, memory: str = "DRAM", device: int = 0) -> Region:
-    return Region(
+    return Region.pages(
         layer="any",
         group=0,
         base=start,

@@ -55,6 +55,7 @@ def test_many_may_ask_at_once() -> None:
 
 # -- hostile clients -----------------------------------------------------------------------------
 
+VERSION = bytes([m.PROTOCOL_VERSION])
 HOSTILE = {
     "nothing": b"",
     "one_byte": b"\x00",
@@ -63,15 +64,15 @@ HOSTILE = {
     "zero_length": bytes(4),
     "huge_length": b"\xff\xff\xff\xff" + b"x" * 100,
     "just_too_long": (4097).to_bytes(4, "big") + bytes(4097),
-    "wrong_version": framed(b"\x02" + REQUEST[1:]),
+    "wrong_version": framed(bytes([m.PROTOCOL_VERSION + 1]) + REQUEST[1:]),
     "another_message": framed(codec.encode(HELLO)),
-    "release_of_nothing": framed(b"\x01" + msgspec.msgpack.encode({"type": "release"})),
+    "release_of_nothing": framed(VERSION + msgspec.msgpack.encode({"type": "release"})),
     "release_with_spaces": framed(codec.encode(m.ReleaseRequest(transfer_id="a b"))),
     "release_too_long": framed(codec.encode(m.ReleaseRequest(transfer_id="x" * 257))),
     "released": framed(codec.encode(m.Released(transfer_id="t"))),
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "pickle": framed(b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00\x8c\x01a\x94."),
-    "deep": framed(b"\x01" + b"\x91" * 4000),
+    "deep": framed(VERSION + b"\x91" * 4000),
 }
 
 
@@ -97,7 +98,7 @@ def test_hostile_bytes_are_refused_and_the_next_request_is_answered(kind: str) -
         st.one_of(
             st.binary(max_size=200),
             st.binary(max_size=200).map(framed),
-            st.binary(max_size=200).map(lambda data: framed(b"\x01" + data)),
+            st.binary(max_size=200).map(lambda data: framed(VERSION + data)),
             st.integers(0, len(framed(REQUEST)) - 1).map(lambda at: framed(REQUEST)[:at]),
         ),
         max_size=8,

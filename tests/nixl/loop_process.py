@@ -119,7 +119,7 @@ class Engine:
             address=address,
             engine_id=None,
             blocks=(tuple(blocks),),
-            skip=(0,),
+            starts=(0,),
             tokens=len(blocks) * BLOCK_TOKENS,
         )
         self.loop.submit([event])
@@ -157,7 +157,7 @@ class Engine:
 def regions_of(memory: np.ndarray) -> tuple[Region, ...]:
     layers, blocks, stride = memory.shape
     return tuple(
-        Region(
+        Region.pages(
             layer=f"layer.{layer}",
             group=0,
             base=memory[layer].ctypes.data,

@@ -24,7 +24,7 @@ POLL_S = 0.0002
 
 def whole(memory: np.ndarray) -> Region:
     """The buffer as one region of one block."""
-    return Region(
+    return Region.pages(
         layer="all",
         group=0,
         base=memory.ctypes.data,

@@ -52,14 +52,14 @@ def test_twenty_transfers_of_mixed_sizes_in_both_orders_move_exactly_their_block
     rng = random.Random(3)
     source_memory = producers_memory()
     expected = consumer.memory.copy()
-    free = rng.sample(range(BLOCKS), BLOCKS)
+    free = rng.sample(range(1, BLOCKS), BLOCKS - 1)
     sizes = [1, 1, 2, 3, 40, 60] + [rng.randint(1, 9) for _ in range(TRANSFERS - 6)]
     rng.shuffle(sizes)
     for number, size in enumerate(sizes):
         destination, free = free[:size], free[size:]
         if number % 3 == 0:
             destination = sorted(destination)
-        start = rng.randrange(BLOCKS - size)
+        start = rng.randrange(1, BLOCKS - size)
         source = list(range(start, start + size))
         for ours, theirs in zip(destination, source, strict=True):
             expected[:, ours, :BLOCK_BYTES] = source_memory[:, theirs, :BLOCK_BYTES]
@@ -89,7 +89,7 @@ def test_bytes_are_here_when_the_load_is_reported(
     shared_producer: LedEngine, consumer: Engine
 ) -> None:
     source_memory = producers_memory()
-    for number in range(20):
+    for number in range(1, 21):
         name = f"again-{number}"
         consumer.memory[:] = 0
         consumer.load(name, shared_producer.address, [7])
