@@ -166,6 +166,31 @@ def replay(
 
 
 @app.command()
+def plan(
+    producer: Annotated[Path, typer.Option(help="JSON file that describes the engine.")],
+    consumer: Annotated[Path, typer.Option(help="The same for the other engine.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Of the prompt.")] = 4096,
+    hit: Annotated[int, typer.Option(min=0, help="Of them, there already.")] = 0,
+    fragmented: Annotated[
+        bool, typer.Option("--fragmented", help="Block ids are scattered over the pools.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+) -> None:
+    """Print which rank would write what to whom for one request, in how many runs.
+
+    The engines are descriptions (see examples/layouts); nothing is started. Ends with 1 if KV
+    cannot move between them, with 2 if a description cannot be read.
+    """
+    from kvflow.planning.plan import Request
+    from kvflow.planning.report import run
+
+    if hit > tokens:
+        raise typer.BadParameter(f"{hit} of {tokens} tokens", param_hint="--hit")
+    request = Request(tokens=tokens, hit=hit, fragmented=fragmented)
+    raise typer.Exit(run(producer, consumer, request, as_json=as_json))
+
+
+@app.command()
 def demo(
     dispatch: Annotated[
         DispatchOption,

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvflow.core.timings import Timings
+from kvflow.core.timings import MAY_BE_ZERO, Timings
 from kvflow.errors import ConfigurationError
 
 
@@ -27,6 +27,10 @@ class Settings:
                        slices of one write that may be in flight together.
     parked_max         loads of a decode engine that may wait for their KV at a time; further
                        requests stay in vLLM's queue.
+    after_preemption   what becomes of a decode request that vLLM preempts after its KV has landed:
+                       `recompute` computes its prompt here, `register` asks for the KV once more
+                       while the producer keeps it (its `keep_sent_s`). `register` needs
+                       `kv_load_failure_policy` to be `recompute`.
     side_channel_connections_max
                        connections that a side channel serves at once.
     shared_key_file    file with a key that seals every message (HMAC-SHA256); "" for none. The same
@@ -43,6 +47,7 @@ class Settings:
     post_runs_max: int = 1024
     posts_in_flight_max: int = 4
     parked_max: int = 1024
+    after_preemption: str = "recompute"
     side_channel_connections_max: int = 256
     shared_key_file: str = ""
     nixl_backends: tuple[str, ...] = ("UCX",)
@@ -56,8 +61,7 @@ _LEAST = {
     "post_bytes_max": 4096,
 }
 """Lowest value of each number; 1 where not named. Timings must be above 0."""
-_MAY_BE_NONE = frozenset({"retries_max"})
-"""Of the timings, those that 0 switches off."""
+_AFTER_PREEMPTION = ("recompute", "register")
 _MOST = 2**40
 _TIMING_MOST = 86_400
 """A day; the wire carries no longer lease."""
@@ -71,10 +75,12 @@ def parse(extra_config: Mapping[str, object]) -> Settings:
     durations: dict[str, object] = {}
     for key, value in extra_config.items():
         if key in timings:
-            above = None if key in _MAY_BE_NONE else 0
+            above = None if key in MAY_BE_ZERO else 0
             durations[key] = _number(key, value, timings[key].type, above=above, most=_TIMING_MOST)
         elif key == "nixl_backends":
             values[key] = _names(key, value)
+        elif key == "after_preemption":
+            values[key] = _one_of(key, value, _AFTER_PREEMPTION)
         elif key == "shared_key_file":
             values[key] = _path(key, value)
         elif key in own:
@@ -107,6 +113,12 @@ def _number(
     if not within or not value <= most:
         raise ConfigurationError(f"kv_connector_extra_config.{key}", value, allowed)
     return wanted(value)
+
+
+def _one_of(key: str, value: object, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ConfigurationError(f"kv_connector_extra_config.{key}", value, " or ".join(allowed))
+    return str(value)
 
 
 def _path(key: str, value: object) -> str:

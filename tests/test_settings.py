@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from kvflow.core.timings import Timings
+from kvflow.core.timings import MAY_BE_ZERO, Timings
 from kvflow.errors import ConfigurationError
 from kvflow.ids import ATTEMPT_STRIDE
 from kvflow.settings import Settings, parse
@@ -14,7 +14,8 @@ from kvflow.wire import messages as m
 
 TIMINGS = {field.name: field for field in dataclasses.fields(Timings)}
 OWN = {field.name: field for field in dataclasses.fields(Settings) if field.name != "timings"}
-NUMBERS = [*TIMINGS, *(name for name in OWN if name not in ("nixl_backends", "shared_key_file"))]
+WORDS = ("nixl_backends", "shared_key_file", "after_preemption")
+NUMBERS = [*TIMINGS, *(name for name in OWN if name not in WORDS)]
 DEFAULTS = Settings()
 
 
@@ -36,7 +37,7 @@ def test_every_number_is_taken_and_nothing_else_changes(key: str) -> None:
     assert isinstance(default, int | float)
     # Upwards, except where a longer time would break a promise that Timings keep.
     shorter = key in ("write_lease_s", "slice_max_s", "renew_interval_s", "cancel_deadline_s")
-    wanted = default * (0.75 if shorter else 1.25)
+    wanted = default * (0.75 if shorter else 1.25) or 1.5
     wanted = int(wanted) + 1 if is_whole(key) else wanted
     settings = parse({key: wanted})
     assert value_of(settings, key) == wanted
@@ -121,7 +122,26 @@ def test_lower_bounds_are_inclusive(key: str, least: int) -> None:
         parse({key: least - 1})
 
 
-@pytest.mark.parametrize("key", [key for key in TIMINGS if key != "retries_max"])
+@pytest.mark.parametrize("given", ["recompute", "register"])
+def test_what_follows_a_preemption_is_one_of_two_words(given: str) -> None:
+    assert DEFAULTS.after_preemption == "recompute"
+    assert parse({"after_preemption": given}).after_preemption == given
+
+
+@pytest.mark.parametrize("given", ["", "Register", "fail", True, None, ["register"]])
+def test_another_word_for_it_is_named_with_what_is_allowed(given: object) -> None:
+    with pytest.raises(ConfigurationError, match="after_preemption") as raised:
+        parse({"after_preemption": given})
+    assert raised.value.value is given
+    assert raised.value.allowed == "recompute or register"
+
+
+def test_nothing_is_kept_after_a_write_unless_it_is_set() -> None:
+    assert parse({"keep_sent_s": 0}).timings.keep_sent_s == 0
+    assert parse({"keep_sent_s": 30}).timings.keep_sent_s == 30.0
+
+
+@pytest.mark.parametrize("key", sorted(TIMINGS.keys() - MAY_BE_ZERO))
 def test_durations_are_above_nothing(key: str) -> None:
     with pytest.raises(ConfigurationError, match="above 0"):
         parse({key: 0})

@@ -5,6 +5,7 @@ request's parameters, and remembers only whether its load was asked for. A bad p
 raises into the scheduler: it becomes an event that fails that one load.
 """
 
+import enum
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from kvflow.core.events import (
     PrefillStarted,
     ReleaseAsked,
     ReleaseWanted,
+    RequestEnded,
 )
 from kvflow.errors import ConfigurationError
 from kvflow.ids import ATTEMPT_STRIDE, Address, Rank, RequestId, TransferId
@@ -46,11 +48,25 @@ if TYPE_CHECKING:
 _FINISHED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
+class Asked(enum.Enum):
+    """What became of the question whether a decode leg's prompt is to be loaded."""
+
+    LOADING = "its load was asked for"
+    LANDED = "its KV has landed"
+    PREEMPTED = "its KV had landed and is gone: it may be loaded once more"
+    FAILED = "its load failed: whatever is missing is computed here"
+    COMPUTED = "whatever is missing is computed here"
+
+
+_LOADED = frozenset({Asked.LANDED, Asked.PREEMPTED, Asked.FAILED})
+
+
 class SchedulerHalf:
     """One engine's requests, as far as transfers concern them.
 
-    Invariant: a request is in `_prefills` from its first allocation to its end, and in `_loads`
-    from the allocation of its load until vLLM has taken the report.
+    Invariant: a request is in `_prefills` from its first allocation to its end, in `_loads` from
+    the allocation of its load until vLLM has taken the report, and in `_asked` from its first
+    allocation as a decode leg to its end.
     """
 
     def __init__(
@@ -75,7 +91,9 @@ class SchedulerHalf:
         self._events: list[Event] = []
         self._prefills: dict[RequestId, TransferId] = {}
         self._loads: set[RequestId] = set()
-        self._asked: set[RequestId] = set()
+        self._asked: dict[RequestId, Asked] = {}
+        self._registers_again = settings.after_preemption == "register"
+        _check_policy(settings.after_preemption, config.kv_transfer_config.kv_load_failure_policy)
         self._log = get_logger("scheduler", engine=engine_id[:8])
         self._parked_max = settings.parked_max
         self._released: deque[TransferId] = deque()
@@ -134,22 +152,26 @@ class SchedulerHalf:
             self._prefill_started(request)
         if not self._may_load(request):
             return
-        self._asked.add(RequestId(request.request_id))
+        request_id = RequestId(request.request_id)
+        before = self._asked.get(request_id)
         if external > 0:
-            self._loads.add(RequestId(request.request_id))
-            self._events.append(self._load(request, blocks, external))
+            self._asked[request_id] = Asked.LOADING
+            self._loads.add(request_id)
+            self._events.append(self._load(request, blocks, external, before))
+        elif before is Asked.PREEMPTED:
+            self._asked[request_id] = Asked.LANDED
         else:
+            self._asked[request_id] = Asked.COMPUTED
             self._release(request)
 
     def _may_load(self, request: "Request") -> bool:
-        """A decode leg loads once; afterwards whatever is missing is computed here."""
-        return (
-            p.wants_remote_prefill(request.kv_transfer_params)
-            and request.request_id not in self._asked
-        )
+        """A decode leg loads once, and once more after each preemption if it is so set."""
+        asked = self._asked.get(RequestId(request.request_id))
+        wants = p.wants_remote_prefill(request.kv_transfer_params)
+        return wants and asked in (None, Asked.PREEMPTED)
 
     def _load(
-        self, request: "Request", blocks: "KVCacheBlocks", external: int
+        self, request: "Request", blocks: "KVCacheBlocks", external: int, before: Asked | None
     ) -> BlocksAllocated | LoadRefused:
         request_id = RequestId(request.request_id)
         attempt = next(self._attempts)
@@ -177,6 +199,8 @@ class SchedulerHalf:
             blocks=tuple(tuple(ids) for _, ids in wanted),
             starts=tuple(start for start, _ in wanted),
             tokens=tokens,
+            keep=self._registers_again,
+            again=before is Asked.PREEMPTED,
         )
 
     def _release(self, request: "Request") -> None:
@@ -268,15 +292,19 @@ class SchedulerHalf:
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; returns whether its blocks must be kept, and the answer's parameters."""
         request_id = RequestId(request.request_id)
+        asked = self._asked.pop(request_id, None)
         if request_id in self._loads:
             self._events.append(LoadAborted(request_id=request_id))
-        elif self._may_load(request):
+        elif asked in _LOADED and self._registers_again:
+            self._events.append(RequestEnded(request_id=request_id))
+        elif asked is None and p.wants_remote_prefill(request.kv_transfer_params):
             self._release(request)
-        self._asked.discard(request_id)
         return self._prefill_ended(request, blocks)
 
     def step(self, output: "SchedulerOutput") -> StepEvents:
         """Everything that happened since the last step."""
+        for id_ in sorted(output.preempted_req_ids or ()):
+            self._preempted(RequestId(id_))
         released = [ReleaseAsked(transfer_id=id_) for id_ in self._take_released()]
         preempted = [
             PrefillPreempted(transfer_id=self._prefills[RequestId(id_)], request_id=RequestId(id_))
@@ -286,6 +314,14 @@ class SchedulerHalf:
         events, self._events = self._events, []
         return StepEvents((*preempted, *events, *released))
 
+    def _preempted(self, request_id: RequestId) -> None:
+        if self._asked.get(request_id) is not Asked.LANDED:
+            return
+        again = self._registers_again
+        self._asked[request_id] = Asked.PREEMPTED if again else Asked.COMPUTED
+        what = "asks for its KV once more" if again else "computes its prompt here"
+        self._log.info(f"preempted after its KV had landed: {what}", request=request_id)
+
     def _take_released(self) -> Iterator[TransferId]:
         """What routers gave up through the side channel, whose thread appends to it."""
         while self._released:
@@ -293,7 +329,12 @@ class SchedulerHalf:
 
     def reported(self, output: "KVConnectorOutput") -> None:
         """The workers' reports have reached the scheduler."""
-        self._loads.difference_update(output.finished_recving or ())
+        failed = output.failed_recving
+        for id_ in sorted(output.finished_recving or ()):
+            request_id = RequestId(id_)
+            self._loads.discard(request_id)
+            if self._asked.get(request_id) is Asked.LOADING:
+                self._asked[request_id] = Asked.FAILED if id_ in failed else Asked.LANDED
         if isinstance(output.kv_connector_worker_meta, NewHellos):
             self._side_channel.introduce(output.kv_connector_worker_meta.payloads)
 
@@ -301,3 +342,14 @@ class SchedulerHalf:
     def has_events(self) -> bool:
         """Whether a step is needed to hand events over."""
         return bool(self._events or self._released)
+
+
+def _check_policy(after_preemption: str, policy: str) -> None:
+    """A request that was loaded once, and that can be computed here, must not fail."""
+    if after_preemption == "register" and policy != "recompute":
+        raise ConfigurationError(
+            "kv_load_failure_policy",
+            policy,
+            "recompute, while after_preemption is register: a preempted request whose KV the "
+            "producer does not keep (any more) would fail, though it can be computed here",
+        )

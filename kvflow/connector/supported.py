@@ -42,6 +42,11 @@ def check_supported(config: "VllmConfig", caches: KVCacheConfig) -> None:
             _check_spec(f"cache group {index}", spec, config)
 
 
+def prompt_tokens_max(config: "VllmConfig") -> int:
+    """Tokens of the longest prompt that vLLM takes: room for one token of output is left."""
+    return int(config.model_config.max_model_len) - 1
+
+
 def excluded_layers(caches: KVCacheConfig) -> list[str]:
     """Layers that are not transferred: a drafter's, or what vLLM makes anew."""
     moved = set(transferred(caches))

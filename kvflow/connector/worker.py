@@ -1,16 +1,21 @@
 """The worker half: hands step events to the loop thread, and its reports to vLLM."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    CopyBlocksOp,
+    KVConnectorTransferResults,
+)
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvflow.connector.groups import transferred
 from kvflow.connector.memory import facts_of, regions_of
 from kvflow.connector.metadata import NewHellos, WorkerHello
-from kvflow.connector.supported import excluded_layers
+from kvflow.connector.staging import HostStaging
+from kvflow.connector.supported import excluded_layers, prompt_tokens_max
 from kvflow.core.events import Event
 from kvflow.ids import AgentName, Rank, new_incarnation
 from kvflow.io.coordinates import Identity
@@ -47,6 +52,7 @@ class WorkerHalf:
         self._settings = settings
         self._rank = Rank(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         self._caches: dict[str, torch.Tensor] = {}
+        self._staging: HostStaging | None = None
         self._hello: bytes | None = None
         self._changed_hello: bytes | None = None
         fields = {"engine": engine_id[:8], "rank": str(self._rank)}
@@ -63,9 +69,22 @@ class WorkerHalf:
     # -- memory ------------------------------------------------------------------------------------
 
     def register(self, caches: dict[str, torch.Tensor]) -> None:
-        """Register the KV caches and start looking for news."""
+        """Register the KV caches, or copies of them, and start looking for news."""
+        transfer = self._config.kv_transfer_config
+        assert transfer is not None
+        on_host = all(cache.device.type == "cpu" for cache in caches.values())
+        if transfer.kv_buffer_device == "cpu" and not on_host:
+            groups = [self._kv_config.kv_cache_groups[i] for i in transferred(self._kv_config)]
+            layers = [group.layer_names for group in groups]
+            self._staging = HostStaging(caches, layers, self._kv_config.num_blocks)
+            caches = self._staging.host
         self._caches = caches
         self._hello = self._open()
+
+    def copy_with(self, operation: CopyBlocksOp) -> None:
+        """vLLM's operation between device and host, for a staging buffer."""
+        if self._staging is not None:
+            self._staging.copy_with(operation)
 
     def suspend(self) -> None:
         """Before vLLM unmaps the caches: end what is live and deregister."""
@@ -99,6 +118,7 @@ class WorkerHalf:
             rank=self._rank,
             facts=facts_of(self._config, self._kv_config),
             regions=regions,
+            prompt_tokens_max=prompt_tokens_max(self._config),
         )
         hello = self.loop.open(identity)
         self._log.info(
@@ -119,8 +139,10 @@ class WorkerHalf:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def take(self, events: Iterable[Event]) -> None:
+    def take(self, events: Sequence[Event]) -> None:
         """What the scheduler says happened."""
+        if self._staging is not None:
+            self._staging.note(events)
         self.loop.submit(events)
 
     def rest(self, forward_context: Any) -> None:
@@ -131,6 +153,9 @@ class WorkerHalf:
     def results(self) -> KVConnectorTransferResults:
         """What has ended since the last step."""
         sent, received = self.loop.outbox.take()
+        if self._staging is not None:
+            for request_id, reason in received:
+                self._staging.arrived(request_id, complete=reason is None)
         return KVConnectorTransferResults(
             finished_sending=set(sent),
             finished_recving={request_id for request_id, _ in received},

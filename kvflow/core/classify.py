@@ -29,6 +29,7 @@ STANDINGS = {
     "registered": Standing.WAITING,
     "transferring": Standing.TRANSFERRING,
     "draining": Standing.STOPPING,
+    "kept": Standing.DONE,
     "sent": Standing.DONE,
     "failed": Standing.FAILED,
 }
@@ -43,7 +44,7 @@ def prefill(record: ProducerRecord, event: PrefillEvent) -> str:
 
 
 def registration(record: ProducerRecord, peer: AgentName, register: Register, floor: int) -> str:
-    """First, the same again, newer, outdated, or a rival's.
+    """First, the same again, newer, outdated, a rival's, or too late for what it wants once more.
 
     `floor` is the highest attempt of this consumer that has been forgotten. The same attempt again
     is recognised before anything else: while its write drains it must not be called settled. A
@@ -57,11 +58,19 @@ def registration(record: ProducerRecord, peer: AgentName, register: Register, fl
         settled = max(settled, floor)
     if register.attempt <= settled:
         return "registered_stale"
+    if register.prefill and not _has_written(record, peer, register.prefill):
+        return "registered_late"
     if known is None:
         return "registered"
     if known.peer != peer:
         return "registered_rival"
     return "registered_anew" if register.attempt > known.attempt else "registered_stale"
+
+
+def _has_written(record: ProducerRecord, peer: AgentName, prefill: str) -> bool:
+    """Whether this is the prefill, and that the consumer, of which a `Done` spoke."""
+    known = record.registration
+    return known is not None and known.peer == peer and record.prefill == prefill
 
 
 def _is_retry(record: ProducerRecord, peer: AgentName, attempt: int) -> bool:

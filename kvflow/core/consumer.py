@@ -11,11 +11,12 @@ Known limit: after a peer was torn down, the fence time is the only proof that i
 """
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 from kvflow.core.notices import Blocks
 from kvflow.core.reasons import Reason, Standing
-from kvflow.core.turn import Record, Turn
+from kvflow.core.turn import PeerMet, Record, Turn
 from kvflow.ids import Address, AgentName, Rank, RequestId, TransferId
 
 NAME = "consumer"
@@ -29,7 +30,7 @@ STATES = {
     "transferring": "at least one producer rank is writing, or has written its part",
     "draining": "given up; blocks stay reserved until every rank says that nothing can land",
     "fencing": "a rank that might write was torn down; blocks stay reserved for the fence time",
-    "releasing": "nothing is wanted; the producer is being told so",
+    "releasing": "nothing (more) is wanted; the producer is being told so",
     "received": "every expected rank has written everything, and vLLM knows",
     "failed": "over without the KV, and vLLM knows",
     "released": "the producer was told, or could not be",
@@ -57,6 +58,7 @@ class FromRank:
     standing: Standing | None = None
     reason: Reason | None = None
     prefill: str = ""
+    kept_s: float = 0.0
     is_dead: bool = False
 
 
@@ -72,6 +74,9 @@ class ConsumerRecord(Record):
     writing   ranks that have said that they are writing.
     outcomes  how each settled rank ended; a load is received when all of them are DONE.
     prefills  which prefill's KV each rank has written.
+    keep      whether the producer is asked to keep its blocks for a while after the WRITE.
+    kept      who does so: worker -> until when.
+    prefill   the prefill whose KV is wanted once more; "" for a first time.
     gave_up_at
               when it was given up, while it is being given up.
     """
@@ -91,6 +96,9 @@ class ConsumerRecord(Record):
     answered: set[Rank] = field(default_factory=set)
     blind: set[Rank] = field(default_factory=set)
     prefills: dict[Rank, str] = field(default_factory=dict)
+    keep: bool = False
+    kept: dict[AgentName, float] = field(default_factory=dict)
+    prefill: str = ""
     gave_up_at: float = 0.0
     writing: set[Rank] = field(default_factory=set)
     outcomes: dict[Rank, Outcome] = field(default_factory=dict)
@@ -111,6 +119,33 @@ C = ConsumerRecord
 # -- guards --------------------------------------------------------------------------------------
 
 
+def is_kept(record: C, event: object, turn: Turn) -> bool:
+    """Every rank would write its part once more, as far as is known here."""
+    until = [record.kept.get(agent, -math.inf) for agent in record.agents.values()]
+    return bool(until) and min(until) > turn.now
+
+
+def is_not_kept(record: C, event: object, turn: Turn) -> bool:
+    return not is_kept(record, event, turn)
+
+
+def some_keep(record: C, event: object, turn: Turn) -> bool:
+    return any(until > turn.now for until in record.kept.values())
+
+
+def none_keeps(record: C, event: object, turn: Turn) -> bool:
+    return not some_keep(record, event, turn)
+
+
+def are_to_be_told(record: C, event: PeerMet, turn: Turn) -> bool:
+    """Of a release after a load only the workers that keep something are told, if they live."""
+    return not record.kept or not record.kept.keys().isdisjoint(event.agents.values())
+
+
+def are_gone(record: C, event: PeerMet, turn: Turn) -> bool:
+    return not are_to_be_told(record, event, turn)
+
+
 def settled_already(record: C, event: FromRank, turn: Turn) -> bool:
     return event.rank in record.outcomes
 
@@ -125,9 +160,13 @@ def fails_the_last(record: C, event: FromRank, turn: Turn) -> bool:
 
 
 def may_retry(record: C, event: FromRank, turn: Turn) -> bool:
-    """The producer still holds the KV, and no other rank may write under the old attempt."""
+    """The producer still holds the KV, and no other rank may write under the old attempt.
+
+    Where the KV is wanted once more it does not: that WRITE is not tried again.
+    """
     return (
         event.reason is Reason.WRITE_FAILED
+        and not record.prefill
         and record.retries < turn.timings.retries_max
         and not is_done_already(record, event, turn)
         and is_last(record, event, turn)

@@ -23,6 +23,7 @@ def _resend_key(record: C) -> tuple[str, RequestId]:
 
 def _start(record: C, event: BlocksAllocated | LoadRefused | ReleaseWanted, turn: Turn) -> None:
     """A new attempt: nothing of an earlier one counts."""
+    _let_go(record, turn)
     record.transfer_id = event.transfer_id
     record.attempt = event.attempt
     record.born = turn.now
@@ -32,6 +33,8 @@ def _start(record: C, event: BlocksAllocated | LoadRefused | ReleaseWanted, turn
     record.detail = ""
     record.blocks = ()
     record.starts = ()
+    record.keep = False
+    record.prefill = ""
     record.spent_ms.clear()
     turn.deadlines.cancel(_resend_key(record))
     for memory in (record.answered, record.blind, record.writing):
@@ -43,8 +46,12 @@ def _start(record: C, event: BlocksAllocated | LoadRefused | ReleaseWanted, turn
 def _want(record: C, event: BlocksAllocated | ReleaseWanted, turn: Turn) -> None:
     record.address = event.address
     record.engine_id = event.engine_id
+    _meet(record, turn)
+
+
+def _meet(record: C, turn: Turn) -> None:
     turn.arm(_deadline_key(record), turn.timings.meet_deadline_s)
-    turn.follow_ups.append(Wanted(address=event.address, request_id=record.request_id))
+    turn.follow_ups.append(Wanted(address=record.address, request_id=record.request_id))
 
 
 def _register_with(record: C, rank: Rank, turn: Turn) -> None:
@@ -62,6 +69,8 @@ def _register_with(record: C, rank: Rank, turn: Turn) -> None:
         tokens=record.tokens,
         lease_s=turn.timings.lease_s,
         write_until_s=write_until_s,
+        keep=record.keep,
+        prefill=record.prefill,
     )
     turn.send(agent, register)
 
@@ -78,8 +87,23 @@ def _settle(record: C, rank: Rank, outcome: Outcome) -> None:
         record.outcomes[rank] = outcome
 
 
+def _note_kept(record: C, event: FromRank, turn: Turn) -> None:
+    if event.kept_s > 0:
+        record.kept[record.agents[event.rank]] = turn.now + event.kept_s
+
+
+def _let_go(record: C, turn: Turn) -> None:
+    """Tell once, without insisting, whoever keeps blocks for a load that will not come."""
+    for agent, until in sorted(record.kept.items()):
+        if until > turn.now:
+            turn.send(agent, Cancel(transfer_id=record.transfer_id, attempt=record.attempt))
+    record.kept.clear()
+
+
 def _end(record: C, turn: Turn, reason: Reason | None, *, fenced: bool = False) -> None:
     """Give the blocks back, tell vLLM, become a tombstone."""
+    if reason is not None:
+        _let_go(record, turn)
     writers = record.unsettled if fenced else record.unsettled | record.lost
     turn.ledger.give_back(record.request_id, writers)
     record.reason = reason
@@ -89,10 +113,11 @@ def _end(record: C, turn: Turn, reason: Reason | None, *, fenced: bool = False) 
 
 def _bury(record: C, turn: Turn) -> None:
     turn.deadlines.cancel(_resend_key(record))
-    turn.arm(_deadline_key(record), turn.timings.tombstone_s)
+    kept_s = max(record.kept.values(), default=turn.now) - turn.now
+    turn.arm(_deadline_key(record), max(turn.timings.tombstone_s, kept_s))
 
 
-def _give_up(record: C, turn: Turn, reason: Reason) -> None:
+def _give_up(record: C, turn: Turn, reason: Reason | None) -> None:
     """Ask every rank that may write to stop, and insist."""
     record.reason = reason
     if record.state != "draining":
@@ -111,7 +136,35 @@ def reserve(record: C, event: BlocksAllocated, turn: Turn) -> None:
     record.blocks = event.blocks
     record.starts = event.starts
     record.tokens = event.tokens
+    record.keep = event.keep
     _want(record, event, turn)
+
+
+def reserve_again(record: C, event: BlocksAllocated, turn: Turn) -> None:
+    """What is kept stays so: it is what is asked for."""
+    prefill = next(iter(record.prefills.values()))
+    kept, record.kept = record.kept, {}
+    reserve(record, event, turn)
+    record.prefill, record.kept = prefill, kept
+
+
+def refuse_again(record: C, event: BlocksAllocated, turn: Turn) -> None:
+    turn.ledger.reserve(event.request_id, ())
+    _start(record, event, turn)
+    record.detail = "the producer does not keep it"
+    _end(record, turn, Reason.FORGOTTEN)
+
+
+def want_nothing_more(record: C, event: object, turn: Turn) -> None:
+    """Whoever keeps its blocks is told until it answers. Ours are vLLM's again."""
+    record.blocks = ()
+    record.agents.clear()
+    record.outcomes.clear()
+    _meet(record, turn)
+
+
+def let_go(record: C, event: object, turn: Turn) -> None:
+    _let_go(record, turn)
 
 
 def refuse_load(record: C, event: LoadRefused, turn: Turn) -> None:
@@ -157,8 +210,10 @@ def register(record: C, event: PeerMet, turn: Turn) -> None:
 
 
 def tell_release(record: C, event: PeerMet, turn: Turn) -> None:
-    record.agents.update(event.agents)
-    _give_up(record, turn, Reason.RELEASED)
+    told = {rank: agent for rank, agent in event.agents.items() if agent in record.kept}
+    record.agents.update(told or event.agents)
+    record.kept.clear()
+    _give_up(record, turn, record.reason)
 
 
 def fail_unreachable(record: C, event: PeerMet, turn: Turn) -> None:
@@ -176,6 +231,7 @@ def note_released(record: C, event: FromRank, turn: Turn) -> None:
 
 
 def note_settled(record: C, event: FromRank, turn: Turn) -> None:
+    _note_kept(record, event, turn)
     _settle(record, event.rank, Outcome.FAILED)
 
 
@@ -225,6 +281,7 @@ def note_last_answer(record: C, event: FromRank, turn: Turn) -> None:
 
 def note_done(record: C, event: FromRank, turn: Turn) -> None:
     _settle(record, event.rank, Outcome.DONE)
+    _note_kept(record, event, turn)
     record.prefills[event.rank] = event.prefill
 
 
@@ -234,12 +291,12 @@ def note_done_last_answer(record: C, event: FromRank, turn: Turn) -> None:
 
 
 def receive(record: C, event: FromRank, turn: Turn) -> None:
-    _settle(record, event.rank, Outcome.DONE)
+    note_done(record, event, turn)
     _end(record, turn, None)
 
 
 def fail_mixed(record: C, event: FromRank, turn: Turn) -> None:
-    _settle(record, event.rank, Outcome.DONE)
+    note_done(record, event, turn)
     _end(record, turn, Reason.AMBIGUOUS)
 
 
@@ -268,6 +325,7 @@ def give_up_failed(record: C, event: FromRank, turn: Turn) -> None:
 
 
 def fail_drained(record: C, event: FromRank, turn: Turn) -> None:
+    _note_kept(record, event, turn)
     _settle(record, event.rank, Outcome.FAILED)
     _end(record, turn, record.reason)
 

@@ -15,6 +15,12 @@ ROWS = (
         why="the request was preempted or is retried: a new attempt with new blocks"),
     row("blocks_allocated", "releasing", "allocated", c.reserve,
         why="all was cached here, but the request was preempted before the producer had answered"),
+    row("allocated_again", "received", "allocated", c.reserve_again, g.is_kept,
+        why="preempted after its KV had landed, but the producer keeps it: asked for once more"),
+    row("allocated_again", "received", "failed", c.refuse_again, g.is_not_kept,
+        why="preempted too late, or the producer keeps nothing: vLLM is told at once"),
+    row("allocated_again", "new releasing failed released", "failed", c.refuse_again,
+        why="nothing is known of a producer that keeps this request's KV: vLLM is told at once"),
     row("load_refused", "new releasing received failed released", "failed", c.refuse_load,
         why="vLLM waits, but the parameters name no producer: fail now, with a sentence"),
     row("release_wanted", "new received failed released", "releasing", c.want_release,
@@ -31,13 +37,21 @@ ROWS = (
         why="the request is gone, and nobody was told of its blocks"),
     row("load_aborted", "registering registered transferring", "draining", c.give_up_aborted,
         why="the request is gone; its blocks go back when nothing can land any more"),
+    row("request_ended", "received", "releasing", c.want_nothing_more, g.some_keep,
+        why="it will not be preempted any more: whoever keeps its KV is told"),
+    row("request_ended", "received", "=", guard=g.none_keeps,
+        why="the producer has its blocks back already"),
+    row("request_ended", "releasing failed released", "=",
+        why="whoever may have kept something was told already, or is being told"),
     row("load_aborted", "draining fencing releasing received failed released", "=",
         why="over, or being given up already"),
     # -- peer ------------------------------------------------------------------------------------
     row("peer_met", "allocated", "registering", c.register,
         why="the producer can be reached: register with every rank that owns a part"),
-    row("peer_met", "releasing", "=", c.tell_release,
-        why="the producer can be reached: tell it that nothing is wanted"),
+    row("peer_met", "releasing", "=", c.tell_release, g.are_to_be_told,
+        why="the producer can be reached: tell it that nothing (more) is wanted"),
+    row("peer_met", "releasing", "released", c.end_release, g.are_gone,
+        why="the workers that kept its blocks are gone, and the blocks with them"),
     row("peer_unreachable", "allocated", "failed", c.fail_unreachable,
         why="the two engines cannot exchange KV; trying again cannot help"),
     row("peer_unreachable", "releasing", "released", c.end_release,
@@ -134,7 +148,9 @@ ROWS = (
         why="the engine shuts down; producers are told"),
     row("closing", "releasing", "released", c.end_release,
         why="the engine shuts down"),
-    row("closing", "draining fencing received failed released", "=",
+    row("closing", "received", "=", c.let_go,
+        why="over; whoever keeps its KV is told once"),
+    row("closing", "draining fencing failed released", "=",
         why="over, or being given up already"),
 )  # fmt: skip
 
@@ -145,11 +161,13 @@ IMPOSSIBLE = (
         "a forgotten record is not in any table",
     )
     | never("new", "load_aborted peer_met peer_unreachable peer_lost accepted done rank_failed "
-            "stale resend_due expired closing",
+            "stale resend_due expired closing request_ended",
             "a record is created by what vLLM asks for; nothing else can concern it")
     | never("allocated registering registered transferring draining fencing",
-            "blocks_allocated load_refused release_wanted",
+            "blocks_allocated allocated_again load_refused release_wanted",
             "vLLM asks for one load of a request at a time")
+    | never("allocated registering registered transferring draining fencing", "request_ended",
+            "a request that waits for a load is ended as an aborted one")
     | never("new received failed released", "rival_allocated",
             "only a load that is under way has rivals")
     | never("registering registered transferring draining fencing received failed released",

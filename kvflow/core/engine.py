@@ -45,7 +45,11 @@ _QUICK = {
     consumer.NAME: consumer.LIVE,
     peer.NAME: frozenset({"meeting"}),
 }
-_EXPECTANT = {producer.NAME: producer.LIVE, consumer.NAME: frozenset(), peer.NAME: frozenset()}
+_EXPECTANT = {
+    producer.NAME: producer.LIVE - {"kept"},
+    consumer.NAME: frozenset(),
+    peer.NAME: frozenset(),
+}
 
 
 class Urgency(enum.Enum):
@@ -57,10 +61,16 @@ class Urgency(enum.Enum):
 
 
 class Engine:
-    """The state of all transfers of one worker."""
+    """The state of all transfers of one worker.
 
-    def __init__(self, timings: Timings | None = None) -> None:
+    prompt_tokens_max  tokens of the longest prompt that vLLM takes here; None: any.
+    """
+
+    def __init__(
+        self, timings: Timings | None = None, prompt_tokens_max: int | None = None
+    ) -> None:
         self.timings = timings or Timings()
+        self.prompt_tokens_max = prompt_tokens_max
         self.ledger = Ledger()
         self.records = Records()
         self._handlers: dict[type, Callable[[Any, Turn], None]] = {
@@ -72,7 +82,8 @@ class Engine:
             ev.BlocksAllocated: self._allocated,
             ev.LoadRefused: self._refused,
             ev.ReleaseWanted: self._release_wanted,
-            ev.LoadAborted: self._load_aborted,
+            ev.LoadAborted: self._load_ended,
+            ev.RequestEnded: self._load_ended,
             ev.NoticeReceived: Inbox(self.records).take,
             ev.NoticeFailed: self._notice_failed,
             ev.PeerIntroduced: self._introduced,
@@ -151,6 +162,7 @@ class Engine:
             ledger=self.ledger,
             deadlines=self.records.deadlines,
             clocks=self.records.clocks,
+            prompt_tokens_max=self.prompt_tokens_max,
         )
 
     def _effects(self, turn: Turn) -> list[Effect]:
@@ -186,7 +198,8 @@ class Engine:
         rival = self._rival(event)
         record = self._load(event, turn)
         if rival is not None:
-            self.records.fire_consumer(rival, "rival_allocated", event, turn)
+            if not event.again:
+                self.records.fire_consumer(rival, "rival_allocated", event, turn)
             refused = ev.LoadRefused(
                 transfer_id=event.transfer_id,
                 request_id=event.request_id,
@@ -197,7 +210,8 @@ class Engine:
             self.records.fire_consumer(record, "load_refused", refused, turn)
             return
         self.records.claim(event.transfer_id, record)
-        self.records.fire_consumer(record, "blocks_allocated", event, turn)
+        trigger = "allocated_again" if event.again else "blocks_allocated"
+        self.records.fire_consumer(record, trigger, event, turn)
 
     def _refused(self, event: ev.LoadRefused, turn: Turn) -> None:
         self.records.fire_consumer(self._load(event, turn), "load_refused", event, turn)
@@ -210,12 +224,13 @@ class Engine:
         self.records.claim(event.transfer_id, record)
         self.records.fire_consumer(record, "release_wanted", event, turn)
 
-    def _load_aborted(self, event: ev.LoadAborted, turn: Turn) -> None:
+    def _load_ended(self, event: ev.LoadAborted | ev.RequestEnded, turn: Turn) -> None:
         record = self.records.consumers.get(event.request_id)
+        trigger = "load_aborted" if isinstance(event, ev.LoadAborted) else "request_ended"
         if record is None:
-            turn.effects.append(Ignored(kind="abort_of_unknown_load", key=event.request_id))
+            turn.effects.append(Ignored(kind=f"{trigger}_of_unknown", key=event.request_id))
             return
-        self.records.fire_consumer(record, "load_aborted", event, turn)
+        self.records.fire_consumer(record, trigger, event, turn)
 
     # -- events of the network -------------------------------------------------------------------
 

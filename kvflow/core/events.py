@@ -71,6 +71,9 @@ class BlocksAllocated:
     blocks     destination block ids per cache group, only those to be written.
     starts     first token per group whose KV is not here; the group's first block holds it.
     engine_id  the producer's engine id if the router named it, else None.
+    keep       should the request be preempted, its KV is wanted once more.
+    again      it was preempted after its KV had landed: only a producer that keeps its blocks is
+               asked, and a load of which there is none fails at once.
     """
 
     transfer_id: TransferId
@@ -81,6 +84,8 @@ class BlocksAllocated:
     blocks: Blocks
     starts: tuple[int, ...]
     tokens: int
+    keep: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +113,13 @@ class ReleaseWanted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadAborted:
     """vLLM ended a request; if its load is under way, it keeps the blocks until it is reported."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestEnded:
+    """vLLM ended a request whose load was over: what its producer keeps for it may go."""
 
     request_id: RequestId
 
@@ -220,6 +232,7 @@ Event = (
     | LoadRefused
     | ReleaseWanted
     | LoadAborted
+    | RequestEnded
     | NoticeReceived
     | NoticeFailed
     | PeerIntroduced

@@ -1,6 +1,7 @@
 """What a notice means: finds the record that it concerns and names the trigger to fire.
 
-Rules: a notice of an unknown sender changes nothing; whatever a known one says, it lives.
+Rules: a notice of an unknown sender changes nothing; whatever a known one says, it lives, unless
+it is a `Probe`, which says nothing.
 """
 
 from kvflow.core import classify, parts, producer
@@ -14,6 +15,7 @@ from kvflow.core.notices import (
     Cancel,
     Done,
     Failed,
+    Probe,
     Register,
     Renew,
 )
@@ -33,6 +35,8 @@ class Inbox:
 
     def take(self, event: ev.NoticeReceived, turn: Turn) -> None:
         notice, sender = event.notice, event.sender
+        if isinstance(notice, Probe):  # It is the sending that tells its sender something.
+            return
         from_consumer = isinstance(notice, FROM_CONSUMER)
         record = (self.records.workers if from_consumer else self.records.engine_of).get(sender)
         if record is None:
@@ -51,7 +55,7 @@ class Inbox:
             case Accepted():
                 self._stands(record, sender, (*_key(notice), notice.standing, None), turn)
             case Done():
-                word = said(record, sender, prefill=notice.prefill)
+                word = said(record, sender, prefill=notice.prefill, kept_s=notice.kept_s)
                 self._said(notice.transfer_id, notice.attempt, "done", word, turn)
             case Failed():
                 word = said(record, sender, reason=notice.reason)
@@ -149,7 +153,14 @@ def said(
     standing: Standing | None = None,
     reason: Reason | None = None,
     prefill: str = "",
+    kept_s: float = 0.0,
     is_dead: bool = False,
 ) -> FromRank:
-    rank = next(rank for rank, name in record.agents.items() if name == agent)
-    return FromRank(rank=rank, standing=standing, reason=reason, prefill=prefill, is_dead=is_dead)
+    return FromRank(
+        rank=next(rank for rank, name in record.agents.items() if name == agent),
+        standing=standing,
+        reason=reason,
+        prefill=prefill,
+        kept_s=kept_s,
+        is_dead=is_dead,
+    )

@@ -26,6 +26,10 @@ class Register:
     write_until_s
              no slice may be posted once the *producer's* clock shows this; None while the consumer
              has not heard that clock, and then none may be posted at all yet.
+    keep     after the WRITE the producer may keep its blocks for a while: the consumer will say
+             when it has no use for them any more.
+    prefill  the KV is wanted once more, of the prefill that `Done.prefill` named, and of no other;
+             "" for a first time.
     """
 
     transfer_id: TransferId
@@ -35,6 +39,8 @@ class Register:
     tokens: int
     lease_s: float
     write_until_s: float | None
+    keep: bool = False
+    prefill: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +62,14 @@ class Done:
 
     prefill  which prefill's KV it was: the same text from each rank of one engine, unless the ranks
              have written the KV of two prefills that used one transfer id.
+    kept_s   the producer keeps its blocks for so long from now, in seconds, and would write them
+             once more.
     """
 
     transfer_id: TransferId
     attempt: int
     prefill: str = ""
+    kept_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +111,16 @@ class Alive:
     clock_s: float
 
 
-Notice = Register | Accepted | Done | Failed | Cancel | Renew | Alive
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Producer rank -> silent consumer: nothing is said, and nothing is to be answered.
+
+    A transfer library notices that a process is gone when something is sent to it. It is no
+    answer, so a producer that can only be heard is lost to the consumer as if it were silent.
+    """
+
+
+Notice = Register | Accepted | Done | Failed | Cancel | Renew | Alive | Probe
 
 FROM_CONSUMER = (Register, Cancel, Renew)
 """What a consumer says to a producer; the others are answers."""

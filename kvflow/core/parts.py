@@ -47,11 +47,14 @@ def adjust(records: Records, transfer_id: TransferId, parts: int, turn: Turn) ->
 
 
 def _so_far(first: ProducerRecord | None) -> Iterator[classify.PrefillEvent]:
-    """The events that bring another part to where the prefill of `first` stands."""
+    """The events that bring another part to where the prefill of `first` stands.
+
+    What was sent, or is kept for whom it was sent to, is over for anybody else.
+    """
     if first is None or first.request_id is None:
         return
     of, request = first.transfer_id, first.request_id
-    if first.blocks:
+    if first.blocks and first.state != "kept":
         yield PrefillFinished(
             transfer_id=of,
             request_id=request,
@@ -63,5 +66,5 @@ def _so_far(first: ProducerRecord | None) -> Iterator[classify.PrefillEvent]:
     yield PrefillStarted(transfer_id=of, request_id=request)
     if first.state == "preempted":
         yield PrefillPreempted(transfer_id=of, request_id=request)
-    if first.state in ("sent", "failed"):
+    if first.state in ("kept", "sent", "failed"):
         yield PrefillAborted(transfer_id=of, request_id=request)

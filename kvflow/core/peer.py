@@ -6,13 +6,17 @@ has a new incarnation, hence is met anew.
 
 The idea: a producer engine is met through its side channel, on demand, with back-off. A consumer
 worker introduces itself with its first registration. Renewals are the heartbeat, and they flow
-only while a transfer is under way.
+only while a transfer is under way. A consumer that stays silent then is sent something: if its
+process is gone, the transfer library says so; if not, leases decide.
+
+Invariant: an introduced worker with live transfers has its deadline within `probe_silent_s`.
 """
 
 from dataclasses import dataclass, field
 
 from kvflow.core.effects import DropPeer, Meet
 from kvflow.core.events import MeetingFailed, MeetingSucceeded, NoticeReceived, PeerIntroduced
+from kvflow.core.notices import Probe
 from kvflow.core.table import Table, never, row
 from kvflow.core.turn import PeerGone, PeerMet, Record, RenewalDue, Turn, Wanted
 from kvflow.ids import Address, AgentName, Incarnation, Rank, RequestId
@@ -113,12 +117,17 @@ def is_unused(record: R, event: object, turn: Turn) -> bool:
     return not record.using and turn.now - record.last_used >= idle_s
 
 
+def is_quiet(record: R, event: object, turn: Turn) -> bool:
+    """A consumer whose transfers are under way has not even renewed them."""
+    return bool(record.using) and record.heard_at + turn.timings.probe_silent_s <= turn.now
+
+
 def is_in_order(record: R, event: Tick, turn: Turn) -> bool:
     return not is_silent(record, event, turn) and not is_unused(record, event, turn)
 
 
-def is_not_unused(record: R, event: object, turn: Turn) -> bool:
-    return not is_unused(record, event, turn)
+def is_neither_unused_nor_quiet(record: R, event: object, turn: Turn) -> bool:
+    return not is_unused(record, event, turn) and not is_quiet(record, event, turn)
 
 
 # -- actions -------------------------------------------------------------------------------------
@@ -230,17 +239,31 @@ def note_heard(record: R, event: NoticeReceived, turn: Turn) -> None:
     record.last_used = record.heard_at = turn.now
 
 
+def note_consumer_heard(record: R, event: NoticeReceived, turn: Turn) -> None:
+    """What it says may be its first live transfer; from then on it must not stay silent."""
+    if not record.using:
+        turn.arm(_deadline_key(record), turn.timings.probe_silent_s)
+    note_heard(record, event, turn)
+
+
 def introduce(record: R, event: PeerIntroduced, turn: Turn) -> None:
     record.agents = {event.rank: event.agent}
     record.incarnation = event.incarnation
     record.refusal = event.refusal
     record.part, record.parts = event.part, event.parts
-    record.last_used = turn.now
-    turn.arm(_deadline_key(record), turn.timings.peer_idle_s)
+    record.last_used = record.heard_at = turn.now
+    turn.arm(_deadline_key(record), turn.timings.probe_silent_s)
 
 
-def wait_for_idle(record: R, event: object, turn: Turn) -> None:
-    turn.arm(_deadline_key(record), turn.timings.peer_idle_s)
+def probe(record: R, event: object, turn: Turn) -> None:
+    for agent in record.agents.values():
+        turn.send(agent, Probe())
+    turn.arm(_deadline_key(record), turn.timings.probe_silent_s)
+
+
+def look_later(record: R, event: object, turn: Turn) -> None:
+    timings = turn.timings
+    turn.arm(_deadline_key(record), timings.probe_silent_s if record.using else timings.peer_idle_s)
 
 
 def ignore_answer(record: R, event: MeetingSucceeded, turn: Turn) -> None:
@@ -271,7 +294,9 @@ ROWS = (
         why="the answer to a meeting that was given up"),
     row("introduced", "unmet introduced", "introduced", introduce,
         why="a consumer's registration brought its coordinates"),
-    row("heard", "meeting met introduced", "=", note_heard,
+    row("heard", "meeting met", "=", note_heard,
+        why="it lives"),
+    row("heard", "introduced", "=", note_consumer_heard,
         why="it lives"),
     row("gone", "meeting met", "backing_off", drop_and_back_off,
         why="lost: it is made unreachable, and its transfers are told"),
@@ -291,8 +316,10 @@ ROWS = (
         why="renew what is registered with it, if anything"),
     row("expired", "introduced", "forgotten", drop, is_unused,
         why="it has asked for nothing for a long time"),
-    row("expired", "introduced", "=", wait_for_idle, is_not_unused,
-        why="it is still in use"),
+    row("expired", "introduced", "=", probe, is_quiet,
+        why="its transfers are live, and it is silent: send something, which a dead process shows"),
+    row("expired", "introduced", "=", look_later, is_neither_unused_nor_quiet,
+        why="it renews its transfers, or has asked for something not long ago"),
 )  # fmt: skip
 
 IMPOSSIBLE = (

@@ -16,10 +16,11 @@ Known limit: a transfer id that two prefills or two consumers claim at once is r
 them; there is no way to tell who is right.
 """
 
+import hashlib
 import math
 from dataclasses import dataclass, field
 
-from kvflow.core.events import PrefillFinished, WriteFailed
+from kvflow.core.events import PrefillFinished, WriteDone, WriteFailed
 from kvflow.core.notices import Blocks, Cancel, Register
 from kvflow.core.reasons import Reason
 from kvflow.core.turn import Record, Turn
@@ -36,11 +37,13 @@ STATES = {
     "prefilled": "the KV is complete and pinned; no consumer has registered",
     "transferring": "the KV is being written into the consumer's blocks",
     "draining": "the write must stop; blocks stay pinned until the last handle has ended",
+    "kept": "every byte was written; the blocks stay pinned for a while, in case the consumer is "
+    "preempted",
     "sent": "every byte was written, and the blocks are vLLM's again",
     "failed": "over without a complete write; nothing of it can land any more",
     "forgotten": "the record is deleted",
 }
-LIVE = frozenset("allocated held registered preempted prefilled transferring draining".split())
+LIVE = frozenset("allocated held registered preempted prefilled transferring draining kept".split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,7 @@ class Registration:
     tokens: int
     lease_s: float
     since: float
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +86,7 @@ class ProducerRecord(Record):
     failures     WRITEs of this prefill that have failed.
     retry_of     consumer and attempt whose WRITE failed last; the same load may try once more.
     part         what this record is of: the transfer's KV for one of the consumer's workers.
+    kept_until   once it was written, its blocks are kept until then, however often it is written.
     settled      peer -> highest attempt of which it was told, or could be told, that nothing can
                  land any more; a later-arriving registration of such an attempt is stale.
     """
@@ -101,6 +106,14 @@ class ProducerRecord(Record):
     runs: int = 0
     failures: int = 0
     retry_of: tuple[AgentName, int] | None = None
+    kept_until: float | None = None
+
+    @property
+    def prefill(self) -> str:
+        """How consumers name this prefill: the same at every rank. Nothing while none is known."""
+        if self.request_id is None:
+            return ""
+        return hashlib.sha256(self.request_id.encode()).hexdigest()[:16]
 
     @property
     def attempt(self) -> int:
@@ -133,14 +146,49 @@ def registration_does_not_fit(record: P, event: RegisteredBy, turn: Turn) -> boo
     return not registration_fits(record, event, turn)
 
 
+def is_too_long(record: P, event: RegisteredBy, turn: Turn) -> bool:
+    """No prefill of this prompt will ever be known here: vLLM's API server refuses it."""
+    most = turn.prompt_tokens_max
+    return most is not None and event.register.tokens > most
+
+
+def is_not_too_long(record: P, event: RegisteredBy, turn: Turn) -> bool:
+    return not is_too_long(record, event, turn)
+
+
 def may_be_retried(record: P, event: WriteFailed, turn: Turn) -> bool:
-    """Not at a shutdown: there will be no other attempt then."""
-    wanted = not event.final and record.ends_by == math.inf
+    """Not at a shutdown: there will be no other attempt then. Nor if it was written before."""
+    wanted = not event.final and record.ends_by == math.inf and record.kept_until is None
     return wanted and record.failures < turn.timings.retries_max
 
 
 def may_not_be_retried(record: P, event: WriteFailed, turn: Turn) -> bool:
     return not may_be_retried(record, event, turn)
+
+
+def keep_until(record: P, turn: Turn) -> float:
+    if record.kept_until is not None:
+        return record.kept_until
+    return turn.now + turn.timings.keep_sent_s
+
+
+def is_to_be_kept(record: P, event: WriteDone, turn: Turn) -> bool:
+    """Not at a shutdown, and only for a consumer that will say when it is enough."""
+    asked = record.registration is not None and record.registration.keep
+    return asked and record.ends_by == math.inf and turn.now < keep_until(record, turn)
+
+
+def is_not_to_be_kept(record: P, event: WriteDone, turn: Turn) -> bool:
+    return not is_to_be_kept(record, event, turn)
+
+
+def wants_what_is_kept(record: P, event: RegisteredBy, turn: Turn) -> bool:
+    """The id alone does not say so: it may be another request's, of another prompt."""
+    return event.register.prefill == record.prefill and registration_fits(record, event, turn)
+
+
+def wants_something_else(record: P, event: RegisteredBy, turn: Turn) -> bool:
+    return not wants_what_is_kept(record, event, turn)
 
 
 def prefill_fits(record: P, event: PrefillFinished, turn: Turn) -> bool:

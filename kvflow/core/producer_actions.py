@@ -1,13 +1,12 @@
 """What the producer's rows do. The machine is described in `kvflow.core.producer`."""
 
 import dataclasses
-import hashlib
 
 from kvflow.core import producer_steps as step
 from kvflow.core.effects import Ignored, ReportSent
 from kvflow.core.events import PrefillFinished, PrefillStarted, WriteDone, WriteFailed
-from kvflow.core.notices import Done, Renew
-from kvflow.core.producer import CancelledBy, ProducerRecord, RegisteredBy
+from kvflow.core.notices import Renew
+from kvflow.core.producer import CancelledBy, ProducerRecord, RegisteredBy, keep_until
 from kvflow.core.reasons import Reason, Standing
 from kvflow.core.turn import PeerGone, Turn
 
@@ -53,6 +52,16 @@ def pin_anew(record: P, event: PrefillFinished, turn: Turn) -> None:
         turn,
     )
     pin(record, event, turn)
+
+
+def let_go_and_begin_again(record: P, event: PrefillStarted, turn: Turn) -> None:
+    step.release(record, record.request_id, turn)
+    begin_again(record, event, turn)
+
+
+def let_go_and_pin_anew(record: P, event: PrefillFinished, turn: Turn) -> None:
+    step.release(record, record.request_id, turn)
+    pin_anew(record, event, turn)
 
 
 def pin_and_write(record: P, event: PrefillFinished, turn: Turn) -> None:
@@ -136,6 +145,11 @@ def hold_anew(record: P, event: RegisteredBy, turn: Turn) -> None:
     hold(record, event, turn)
 
 
+def let_go_and_hold_anew(record: P, event: RegisteredBy, turn: Turn) -> None:
+    step.release(record, record.request_id, turn)
+    hold_anew(record, event, turn)
+
+
 def accept_and_write(record: P, event: RegisteredBy, turn: Turn) -> None:
     step.note(record, event, turn)
     step.accept(record, turn, Standing.TRANSFERRING)
@@ -147,6 +161,12 @@ def refuse_mismatch(record: P, event: RegisteredBy, turn: Turn) -> None:
     step.release(record, record.request_id, turn)
     step.tell(record, turn, Reason.MISMATCH)
     step.end(record, turn, Reason.MISMATCH)
+
+
+def refuse_too_long(record: P, event: RegisteredBy, turn: Turn) -> None:
+    step.note(record, event, turn)
+    step.tell(record, turn, Reason.TOO_LONG)
+    step.end(record, turn, Reason.TOO_LONG)
 
 
 def refuse_failed(record: P, event: RegisteredBy, turn: Turn) -> None:
@@ -163,6 +183,12 @@ def refuse_stale(record: P, event: RegisteredBy, turn: Turn) -> None:
 
 def refuse_forgotten(record: P, event: RegisteredBy, turn: Turn) -> None:
     step.refuse(record, turn, event.peer, event.register.attempt, Reason.FORGOTTEN)
+
+
+def refuse_what_is_not_kept(record: P, event: RegisteredBy, turn: Turn) -> None:
+    names_it = event.register.prefill == record.prefill
+    reason = Reason.MISMATCH if names_it else Reason.FORGOTTEN
+    step.refuse(record, turn, event.peer, event.register.attempt, reason)
 
 
 def answer_waiting(record: P, event: RegisteredBy, turn: Turn) -> None:
@@ -182,10 +208,12 @@ def answer_stopping(record: P, event: object, turn: Turn) -> None:
 
 
 def answer_done(record: P, event: object, turn: Turn) -> None:
-    assert record.registration is not None and record.request_id is not None
-    prefill = hashlib.sha256(record.request_id.encode()).hexdigest()[:16]
-    done = Done(transfer_id=record.transfer_id, attempt=record.attempt, prefill=prefill)
-    turn.send(record.registration.peer, done)
+    step.tell_done(record, turn, 0.0)
+
+
+def answer_kept(record: P, event: object, turn: Turn) -> None:
+    rest_s = keep_until(record, turn) - turn.now
+    step.tell_done(record, turn, min(max(rest_s, 0.0), turn.timings.keep_sent_s))
 
 
 def answer_failed(record: P, event: object, turn: Turn) -> None:
@@ -238,6 +266,11 @@ def cancel_and_release(record: P, event: CancelledBy, turn: Turn) -> None:
     cancel(record, event, turn)
 
 
+def let_go_cancelled(record: P, event: CancelledBy, turn: Turn) -> None:
+    let_go(record, event, turn)
+    confirm_cancel(record, event, turn)
+
+
 def stop_cancelled(record: P, event: CancelledBy, turn: Turn) -> None:
     step.settle(record, event.peer, event.cancel.attempt)
     step.stop(record, turn, Reason.CANCELLED)
@@ -256,6 +289,21 @@ def finish(record: P, event: WriteDone, turn: Turn) -> None:
     record.runs = event.runs
     step.close(record, turn)
     answer_done(record, event, turn)
+    step.end(record, turn, None)
+
+
+def finish_and_keep(record: P, event: WriteDone, turn: Turn) -> None:
+    record.bytes = event.bytes
+    record.runs = event.runs
+    turn.ledger.close_write(record.part)
+    record.kept_until = keep_until(record, turn)
+    turn.arm(step.deadline_key(record), record.kept_until - turn.now)
+    answer_kept(record, event, turn)
+
+
+def let_go(record: P, event: object, turn: Turn) -> None:
+    """What is kept in case that the consumer is preempted goes back."""
+    step.release(record, record.request_id, turn)
     step.end(record, turn, None)
 
 

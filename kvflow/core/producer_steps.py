@@ -3,7 +3,7 @@
 import math
 
 from kvflow.core.effects import PostWrite, ReportSent, StopWrite
-from kvflow.core.notices import Accepted, Failed
+from kvflow.core.notices import Accepted, Done, Failed
 from kvflow.core.producer import NAME, ProducerRecord, RegisteredBy, Registration
 from kvflow.core.reasons import Reason, Standing
 from kvflow.core.turn import Turn
@@ -54,6 +54,7 @@ def note(record: P, event: RegisteredBy, turn: Turn) -> None:
         tokens=register.tokens,
         lease_s=register.lease_s,
         since=turn.now,
+        keep=register.keep,
     )
     record.write_until = -math.inf
     record.ends_by = math.inf
@@ -99,6 +100,17 @@ def tell(record: P, turn: Turn, reason: Reason) -> None:
         refuse(record, turn, record.registration.peer, record.attempt, reason)
 
 
+def tell_done(record: P, turn: Turn, kept_s: float) -> None:
+    assert record.registration is not None and record.request_id is not None
+    done = Done(
+        transfer_id=record.transfer_id,
+        attempt=record.attempt,
+        prefill=record.prefill,
+        kept_s=kept_s,
+    )
+    turn.send(record.registration.peer, done)
+
+
 def begin_anew(record: P) -> None:
     record.reason = None
     record.detail = ""
@@ -106,6 +118,7 @@ def begin_anew(record: P) -> None:
     record.runs = 0
     record.failures = 0
     record.retry_of = None
+    record.kept_until = None
     record.spent_ms.clear()
 
 

@@ -9,6 +9,8 @@ from kvflow.core import producer as g
 from kvflow.core import producer_actions as p
 from kvflow.core.table import Table, never, row
 
+_BEFORE_THE_END = "allocated held registered preempted prefilled transferring draining"
+
 ROWS = (
     # -- the prefill of this record --------------------------------------------------------------
     row("prefill_started", "unknown", "allocated", p.note_prefill,
@@ -54,6 +56,8 @@ ROWS = (
         why="the write is being stopped already"),
     row("rival_started", "sent", "allocated", p.begin_again,
         why="the id is used again after its transfer has ended"),
+    row("rival_started", "kept", "allocated", p.let_go_and_begin_again,
+        why="the id is used again: whoever has its KV computes it, should it be preempted"),
     row("rival_started", "failed", "allocated", p.begin_again, g.is_not_ambiguous,
         why="the id is used again after its transfer has ended"),
     row("rival_started", "failed", "=", guard=g.is_ambiguous,
@@ -68,11 +72,15 @@ ROWS = (
         why="the other prefill was refused when it started; its blocks go back at once"),
     row("rival_finished", "sent", "prefilled", p.pin_anew,
         why="the id is used again after its transfer has ended"),
-    row("rival_ended", "allocated registered prefilled transferring draining sent failed", "=",
+    row("rival_finished", "kept", "prefilled", p.let_go_and_pin_anew,
+        why="the id is used again: whoever has its KV computes it, should it be preempted"),
+    row("rival_ended", "allocated registered prefilled transferring draining kept sent failed", "=",
         why="the end of a prefill that was refused, or that this record is not about"),
     # -- registrations ---------------------------------------------------------------------------
-    row("registered", "unknown", "held", p.hold,
+    row("registered", "unknown", "held", p.hold, g.is_not_too_long,
         why="the consumer is first; the registration is kept until its lease ends"),
+    row("registered", "unknown", "failed", p.refuse_too_long, g.is_too_long,
+        why="vLLM refuses so long a prompt before its engine hears of it: no prefill will come"),
     row("registered_beyond", "unknown", "failed", p.refuse_capacity,
         why="as many registrations for unknown ids are kept as may be; what was told stays true"),
     row("registered", "allocated", "registered", p.hold,
@@ -91,6 +99,8 @@ ROWS = (
         why="a duplicate, or the answer was lost"),
     row("registered_again", "draining", "=", p.answer_stopping,
         why="a duplicate; that nothing can land is said when it is true"),
+    row("registered_again", "kept", "=", p.answer_kept,
+        why="a duplicate, or the completion was lost"),
     row("registered_again", "sent", "=", p.answer_done,
         why="a duplicate, or the completion was lost"),
     row("registered_again", "failed", "=", p.answer_failed,
@@ -101,22 +111,30 @@ ROWS = (
         why="the attempt being written was given up; its blocks may not be written any more"),
     row("registered_anew", "draining", "=", p.refuse_superseded,
         why="the older attempt's write has not ended, and the blocks go back when it has"),
+    row("registered_anew", "kept", "transferring", p.accept_and_write, g.wants_what_is_kept,
+        why="the consumer was preempted after its KV had landed: it is written once more"),
+    row("registered_anew", "kept", "=", p.refuse_what_is_not_kept, g.wants_something_else,
+        why="of a load that does not know this prefill; what is kept waits for the one that does"),
     row("registered_anew", "sent", "=", p.refuse_forgotten,
         why="the consumer has had the KV, and it is gone here: it must not wait for a second one"),
     row("registered_anew", "failed", "=", p.refuse_failed,
         why="the producer does not hold the KV any more"),
     row("registered_stale", "unknown", "forgotten", p.refuse_stale,
         why="a delayed registration whose attempt was settled long ago"),
-    row("registered_stale",
-        "allocated held registered preempted prefilled transferring draining sent failed", "=",
-        p.refuse_stale,
+    row("registered_stale", f"{_BEFORE_THE_END} kept sent failed", "=", p.refuse_stale,
         why="a delayed registration whose attempt was cancelled or replaced"),
+    row("registered_late", "unknown", "forgotten", p.refuse_forgotten,
+        why="a preempted request asks for KV that is not here any more: it is told at once"),
+    row("registered_late", f"{_BEFORE_THE_END} kept sent failed", "=", p.refuse_forgotten,
+        why="a preempted request asks for the KV of another prefill than this one"),
     row("registered_rival", "held registered", "failed", p.refuse_rival,
         why="two consumers with one transfer id: neither gets the KV"),
     row("registered_rival", "transferring", "draining", p.stop_for_rival,
         why="two consumers with one transfer id: the write may be for the wrong one"),
     row("registered_rival", "draining", "=", p.refuse_ambiguous,
         why="two consumers with one transfer id: neither gets the KV"),
+    row("registered_rival", "kept", "held", p.let_go_and_hold_anew,
+        why="the id is used again, by another consumer, after its transfer has ended"),
     row("registered_rival", "sent", "held", p.hold_anew,
         why="the id is used again, by another consumer, after its transfer has ended"),
     row("registered_rival", "failed", "=", p.refuse_failed,
@@ -130,13 +148,13 @@ ROWS = (
         why="the consumer gives up; it is told when the last handle has ended"),
     row("cancel_asked", "draining", "=", p.answer_cancel_stopping,
         why="the write is being stopped already"),
+    row("cancel_asked", "kept", "sent", p.let_go_cancelled,
+        why="the consumer's request has ended, or is computed there: the blocks go back at once"),
     row("cancel_asked", "sent failed", "=", p.confirm_cancel,
         why="the transfer is over: nothing can land any more"),
     row("cancel_stale", "unknown", "forgotten", p.confirm_cancel,
         why="a delayed cancel whose attempt was settled long ago"),
-    row("cancel_stale",
-        "allocated held registered preempted prefilled transferring draining sent failed", "=",
-        p.confirm_cancel,
+    row("cancel_stale", f"{_BEFORE_THE_END} kept sent failed", "=", p.confirm_cancel,
         why="of an older attempt, or another consumer's, nothing can land"),
     row("release_asked", "unknown allocated held registered preempted", "failed", p.fail_released,
         why="a router says that nobody will fetch it; a waiting consumer is told"),
@@ -144,17 +162,23 @@ ROWS = (
         why="a router says that nobody will fetch it: the blocks go back at once"),
     row("release_asked", "transferring", "draining", p.stop_released,
         why="a router gives it up while it is being written"),
+    row("release_asked", "kept", "sent", p.let_go,
+        why="a router says that nobody will fetch it, not even once more"),
     row("release_asked", "draining sent failed", "=",
         why="over, or being given up already"),
     row("renewed", "held registered transferring", "=", p.extend,
         why="the registration is still wanted"),
+    row("renewed", "kept", "=", p.answer_kept,
+        why="the completion was lost: only a `Done` says whose KV was written"),
     row("renewed", "sent", "=", p.answer_done,
         why="the completion was lost: only a `Done` says whose KV was written"),
     row("renewed", "draining failed", "=",
         why="the standing is told; there is no lease to extend"),
     # -- writes ----------------------------------------------------------------------------------
-    row("write_done", "transferring", "sent", p.finish,
+    row("write_done", "transferring", "sent", p.finish, g.is_not_to_be_kept,
         why="every handle has reported done: the consumer is told, vLLM gets the blocks back"),
+    row("write_done", "transferring", "kept", p.finish_and_keep, g.is_to_be_kept,
+        why="every handle has reported done: the consumer is told, and how long the blocks stay"),
     row("write_failed", "transferring", "prefilled", p.keep_for_retry, g.may_be_retried,
         why="the attempt failed, the KV is still here: the consumer may register once more"),
     row("write_failed", "transferring", "failed", p.fail_write, g.may_not_be_retried,
@@ -170,6 +194,8 @@ ROWS = (
         why="the consumer is gone; the KV will not be fetched"),
     row("peer_lost", "transferring", "draining", p.stop_peer_lost,
         why="the consumer is gone; its write is torn down"),
+    row("peer_lost", "kept", "sent", p.let_go,
+        why="the consumer is gone; it will not be preempted any more"),
     row("peer_lost", "draining", "=",
         why="the transfer is over for that consumer already"),
     row("expired", "allocated preempted", "failed", p.fail_expired,
@@ -182,6 +208,8 @@ ROWS = (
         why="the consumer does not renew: its blocks may be another request's soon"),
     row("expired", "draining", "=", p.tear_down,
         why="a write that does not end is torn down with its peer"),
+    row("expired", "kept", "sent", p.let_go,
+        why="kept for long enough: vLLM gets the blocks back"),
     row("expired", "sent failed", "forgotten",
         why="late messages are not expected any more"),
     row("closing", "allocated held registered preempted", "failed", p.fail_closing,
@@ -190,13 +218,14 @@ ROWS = (
         why="the engine shuts down"),
     row("closing", "transferring draining", "=", p.bound_by_drain,
         why="what is being written may finish, for a bounded time"),
+    row("closing", "kept", "sent", p.let_go,
+        why="the engine shuts down"),
     row("closing", "sent failed", "=",
         why="over already"),
 )  # fmt: skip
 
-_ALL_BUT_UNKNOWN = "allocated held registered preempted prefilled transferring draining sent failed"
 _NO_REGISTRATION = "unknown allocated preempted prefilled"
-_HAS_REGISTRATION = "held registered transferring draining sent"
+_HAS_REGISTRATION = "held registered transferring draining kept sent"
 
 IMPOSSIBLE = (
     never(
@@ -213,16 +242,15 @@ IMPOSSIBLE = (
     | never("sent failed", "peer_lost", "nothing depends on the consumer any more")
     | never("unknown", "rival_started rival_finished rival_ended expired closing",
             "a record is created by what it is about; nothing else can concern it")
-    | never("allocated held registered preempted prefilled transferring draining sent failed",
-            "registered_beyond",
+    | never(f"{_BEFORE_THE_END} kept sent failed", "registered_beyond",
             "something is known of the id, so the limit does not concern it")
     | never("held preempted", "rival_started rival_finished rival_ended",
             "there is no prefill on record to be rivalled")
-    | never("prefilled transferring draining sent", "prefill_started prefill_finished",
+    | never("prefilled transferring draining kept sent", "prefill_started prefill_finished",
             "vLLM finishes a request once, and starts none that has finished")
-    | never("prefilled transferring draining sent", "prefill_aborted prefill_preempted",
+    | never("prefilled transferring draining kept sent", "prefill_aborted prefill_preempted",
             "a finished request is neither aborted nor preempted")
-    | never("unknown allocated held registered preempted prefilled sent failed",
+    | never("unknown allocated held registered preempted prefilled kept sent failed",
             "write_done write_failed write_stopped",
             "nothing was posted, or it was answered already")
     | never("transferring", "write_stopped",

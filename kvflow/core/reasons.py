@@ -24,6 +24,7 @@ class Reason(enum.StrEnum):
     SHUTDOWN = "shutdown"
     STALE = "stale"
     SUPERSEDED = "superseded"
+    TOO_LONG = "too_long"
     UNREACHABLE = "unreachable"
     WRITE_FAILED = "write_failed"
 
@@ -44,6 +45,7 @@ REASONS: dict[Reason, str] = {
     Reason.SHUTDOWN: "the engine is shutting down",
     Reason.STALE: "the registration is older than one that was already settled",
     Reason.SUPERSEDED: "a newer attempt of the same transfer arrived while this one was writing",
+    Reason.TOO_LONG: "the prompt is longer than the producer's engine takes",
     Reason.UNREACHABLE: "the producer's side channel could not be reached in time",
     Reason.WRITE_FAILED: "the transfer library reported an error for a WRITE",
 }

@@ -5,6 +5,9 @@ from dataclasses import dataclass, fields
 from kvflow.errors import ConfigurationError
 from kvflow.ids import ATTEMPT_STRIDE
 
+MAY_BE_ZERO = frozenset({"retries_max", "keep_sent_s"})
+"""Those that 0 switches off."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
@@ -32,8 +35,13 @@ class Timings:
                        slice, and finish it when it goes on.
     renew_interval_s   time between two renewals to one peer.
     renew_misses_max   a rank silent for so many intervals, while something is awaited, is lost.
+    probe_silent_s     a consumer with live transfers that was silent for so long is sent something,
+                       now and each time that it passes again: that shows a process that is gone.
     retries_max        a load whose WRITE failed is registered again so often (0 to 15).
     retry_hold_s       after a failed WRITE the blocks are kept so long for another attempt.
+    keep_sent_s        after a complete WRITE the blocks are kept so long, counted from the first,
+                       for a consumer that may be preempted and asks for it (`after_preemption`); 0
+                       for not at all.
     held_max           registrations kept for transfer ids of which no prefill is known yet.
     peers_max          consumer workers known at a time.
     floors_max         consumer workers of which the highest settled attempt is remembered.
@@ -63,8 +71,10 @@ class Timings:
     fence_silent_s: float = 10.0
     renew_interval_s: float = 0.25
     renew_misses_max: int = 12
+    probe_silent_s: float = 1.0
     retries_max: int = 1
     retry_hold_s: float = 5.0
+    keep_sent_s: float = 0.0
     held_max: int = 4096
     peers_max: int = 1024
     floors_max: int = 65_536
@@ -80,7 +90,10 @@ class Timings:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if not value > 0 and each.name != "retries_max":
+            if each.name in MAY_BE_ZERO:
+                if not value >= 0:
+                    raise ConfigurationError(each.name, value, "at least 0")
+            elif not value > 0:
                 raise ConfigurationError(each.name, value, "more than 0")
         if not 0 <= self.retries_max < ATTEMPT_STRIDE:
             raise ConfigurationError("retries_max", self.retries_max, f"0 to {ATTEMPT_STRIDE - 1}")
@@ -88,6 +101,7 @@ class Timings:
         self._at_least("fence_s", quiet_s, "write_lease_s + slice_max_s")
         self._at_least("fence_silent_s", self.fence_s, "fence_s")
         self._at_least("write_lease_s", 2 * self.renew_interval_s, "2 * renew_interval_s")
+        self._at_least("probe_silent_s", 2 * self.renew_interval_s, "2 * renew_interval_s")
         self._at_least("lease_s", self.write_lease_s, "write_lease_s")
         self._at_least("tombstone_s", 2 * self.fence_s, "2 * fence_s")
         self._at_least("stop_deadline_s", self.cancel_deadline_s, "cancel_deadline_s")

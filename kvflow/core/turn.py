@@ -68,13 +68,17 @@ FollowUp = Wanted | PeerMet | PeerGone | RenewalDue
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """One call into the engine: what it sees, and what comes out of it."""
+    """One call into the engine: what it sees, and what comes out of it.
+
+    prompt_tokens_max  tokens of the longest prompt that this engine's vLLM takes; None: any.
+    """
 
     now: float
     timings: Timings
     ledger: Ledger
     deadlines: Deadlines
     clocks: Clocks
+    prompt_tokens_max: int | None = None
     effects: list[Effect] = field(default_factory=list)
     follow_ups: list[FollowUp] = field(default_factory=list)
 

@@ -26,13 +26,17 @@ from kvflow.wire import messages as m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """This worker, as it is for the life of its agent."""
+    """This worker, as it is for the life of its agent.
+
+    prompt_tokens_max  tokens of the longest prompt that its vLLM takes; None: any. No peer is told.
+    """
 
     engine_id: str
     incarnation: Incarnation
     rank: Rank
     facts: Facts
     regions: tuple[Region, ...]
+    prompt_tokens_max: int | None = None
 
     def hello(self, agent: AgentName, metadata: bytes) -> m.Hello:
         """The coordinates to send to a peer."""

@@ -49,7 +49,7 @@ from kvflow.settings import Settings
 from kvflow.wire import codec
 from kvflow.wire import messages as m
 
-_PINNED = frozenset({"prefilled", "transferring", "draining"})
+_PINNED = frozenset({"prefilled", "transferring", "draining", "kept"})
 """States of a producer's record in which vLLM waits for `ReportSent`."""
 
 
@@ -99,7 +99,7 @@ class Driver:
         observer: Observer,
         seal: Seal | None = None,
     ) -> None:
-        self.engine = Engine(settings.timings)
+        self.engine = Engine(settings.timings, identity.prompt_tokens_max)
         self.identity = identity
         self._port = port
         self._settings = settings

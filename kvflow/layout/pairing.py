@@ -122,12 +122,13 @@ def plan(
 
 def _shared(ours: Sequence[Region], theirs: Sequence[Region]) -> Iterator[tuple[Region, Region]]:
     """Both sides' regions of the layers that both have, in our order."""
-    others = {region.layer: region for region in theirs}
-    for side in (ours, theirs):
-        if len({region.layer for region in side}) < len(side):
-            raise IncompatiblePeersError(
-                "regions per layer", f"{len(ours)} regions", f"{len(theirs)}, some layers twice"
-            )
+    mine, others = ({region.layer: region for region in side} for side in (ours, theirs))
+    if len(mine) < len(ours) or len(others) < len(theirs):
+        raise IncompatiblePeersError(
+            "one region per layer",
+            f"{len(ours)} regions of {len(mine)} layers",
+            f"{len(theirs)} regions of {len(others)} layers",
+        )
     return ((region, others[region.layer]) for region in ours if region.layer in others)
 
 

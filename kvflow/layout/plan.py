@@ -19,7 +19,7 @@ from kvflow.layout.runs import Columns, Int64s, Runs, merged
 
 RUNS_MAX = 2**24
 """Runs of one plan, at 24 bytes each. Layouts that need more of them have next to nothing alike."""
-_SORTED_RUNS_MAX = 2**16
+_SORTED_RUNS_MAX = 2**14
 """Up to so many runs are sorted to join neighbours of different bundles. More than that come from
 scattered blocks, where such neighbours are accidents that are not worth the milliseconds."""
 
@@ -189,29 +189,31 @@ class Pairing:
         are too few blocks, or the plan has more than `RUNS_MAX` runs.
         """
         pieces = {cut: cut.pieces(groups) for cut in {bundle.motion.cut for bundle in self.bundles}}
-        joined = [bundle.joined(pieces[bundle.motion.cut]) for bundle in self.bundles]
-        total = sum(
-            len(bundle.source) * len(length)
-            for bundle, (_, _, length) in zip(self.bundles, joined, strict=True)
-        )
-        if total > RUNS_MAX:
-            raise ValueError(f"{total} runs are needed, and {RUNS_MAX} allowed in one plan")
-        parts: dict[Memories, list[Columns]] = {}
-        for bundle, (source, destination, length) in zip(self.bundles, joined, strict=True):
-            if len(length):
-                rows = (
-                    np.add.outer(bundle.source, source).ravel(),
-                    np.add.outer(bundle.destination, destination).ravel(),
-                    np.tile(length, len(bundle.source)),
-                )
-                parts.setdefault(bundle.motion.memories, []).append(rows)
+        parts: dict[Memories, list[tuple[Bundle, Columns]]] = {}
+        total = 0
+        for bundle in self.bundles:
+            joined = bundle.joined(pieces[bundle.motion.cut])
+            if len(joined[0]):
+                total += len(bundle.source) * len(joined[0])
+                parts.setdefault(bundle.motion.memories, []).append((bundle, joined))
+            if total > RUNS_MAX:
+                raise ValueError(f"a plan may have {RUNS_MAX:,} runs, and this one needs more")
         return [_as_runs(memories, part) for memories, part in parts.items()]
 
 
-def _as_runs(memories: Memories, parts: list[Columns]) -> Runs:
-    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    source, destination, length = columns
-    if len(length) <= _SORTED_RUNS_MAX:
+def _as_runs(memories: Memories, parts: list[tuple[Bundle, Columns]]) -> Runs:
+    """Every row of every bundle, at each of the addresses where it is to be."""
+    total = sum(len(bundle.source) * len(length) for bundle, (_, _, length) in parts)
+    source, destination, length = (np.empty(total, dtype=np.int64) for _ in range(3))
+    start = 0
+    for bundle, (sources, destinations, lengths) in parts:
+        shape = len(bundle.source), len(lengths)
+        stop = start + shape[0] * shape[1]
+        np.add.outer(bundle.source, sources, out=source[start:stop].reshape(shape))
+        np.add.outer(bundle.destination, destinations, out=destination[start:stop].reshape(shape))
+        length[start:stop].reshape(shape)[:] = lengths
+        start = stop
+    if total <= _SORTED_RUNS_MAX:
         source, destination, length = merged(source, destination, length)
     return Runs(
         source=source,

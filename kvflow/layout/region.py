@@ -46,6 +46,11 @@ class Plane:
     cell_bytes: int
     tile: int = 1
 
+    def end(self, heads: int, cells: int) -> int:
+        """Bytes from a block's start to the end of its last cell; `cells` as in `Region.cells`."""
+        last = (heads - 1) * self.head_stride + (self.rows - 1) * self.row_stride
+        return self.offset + last + (cells - 1) * self.token_stride + self.cell_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
@@ -166,6 +171,8 @@ class Region:
                 yield f"{name} must not be negative"
         if self.head_first + self.heads > self.heads_total:
             yield f"heads {self.held} are not among {self.heads_total}"
+        if self.is_state and self.subblocks > 1:
+            yield "a state has no subblocks"
         if self.base + self.span_bytes >= _ADDRESSES:
             yield "it ends beyond the last address"
         names = [plane.name for plane in self.planes]
@@ -181,12 +188,14 @@ class Region:
         strides = (plane.head_stride, plane.row_stride, plane.token_stride)
         if min(plane.offset, *strides) < 0:
             yield "offset and strides must not be negative"
-        inside = list(zip((self.heads, plane.rows, self.cells), strides, strict=True))
-        end = plane.offset + sum((n - 1) * stride for n, stride in inside) + plane.cell_bytes
+        end = plane.end(self.heads, self.cells)
         if end > self.block_bytes:
             yield f"its cells end at byte {end}, the block at {self.block_bytes}"
         reach = plane.cell_bytes
-        axes = [*inside, (self.blocks * self.subblocks, self.stride_bytes)]
+        axes = [
+            *zip((self.heads, plane.rows, self.cells), strides, strict=True),
+            (self.blocks * self.subblocks, self.stride_bytes),
+        ]
         for count, stride in sorted(axes, key=lambda axis: axis[1]):
             if count > 1 and stride < reach:
                 yield f"cells overlap: a stride of {stride} bytes is below the {reach} it must span"

@@ -5,7 +5,7 @@ ranks each rank holds an equal part, with fewer each head is held by as many nei
 Layers are split over pipeline stages; which ones a stage holds is not known here, so a stage that
 may hold a layer is asked.
 
-`owed` is the one function. `writers` and `served` are it, read from either end.
+`owed` is the one function. `served` says to whom a rank owes, `writers` the same from the far end.
 """
 
 from collections.abc import Iterable
@@ -64,17 +64,20 @@ def owed(
     mine = held(producer, producer_rank.tp, heads_total)
     wanted = held(consumer, consumer_rank.tp, heads_total)
     both = range(max(mine.start, wanted.start), min(mine.stop, wanted.stop))
-    # Ranks that hold one and the same head, here and there, and the places of these two among them.
+    # Of `copies` ranks here that hold the same head, and `takers` there that want it from them.
     copies = max(producer.tp_size // heads_total, 1)
-    takers = max(consumer.tp_size // heads_total, 1)
-    writer = consumer_rank.tp % takers * copies // takers
+    each = max(consumer.tp_size // heads_total, 1)
+    stages = consumer.pp_size if producer.pp_size == 1 else 1
+    takers = stages * each
+    taker = consumer_rank.pp % stages * each + consumer_rank.tp % each
+    writer = taker * copies // takers
     return both if both and producer_rank.tp % copies == writer else nothing
 
 
 def writers(
     producer: Side, consumer: Side, consumer_rank: Rank, heads_totals: Iterable[int]
 ) -> frozenset[Rank]:
-    """The producer ranks, of all stages, that owe this consumer rank something.
+    """The producer ranks, of all stages, from which this consumer rank waits for a word.
 
     `heads_totals`: of the consumer's regions; each number once is enough.
     """
@@ -82,20 +85,26 @@ def writers(
     return frozenset(
         rank
         for rank in _ranks(producer)
-        if any(owed(producer, rank, consumer, consumer_rank, total) for total in totals)
+        if consumer_rank in served(producer, rank, consumer, totals)
     )
 
 
 def served(
     producer: Side, producer_rank: Rank, consumer: Side, heads_totals: Iterable[int]
 ) -> tuple[Rank, ...]:
-    """The consumer ranks, in order, that this producer rank owes something."""
+    """The consumer ranks, in order, that this producer rank owes something.
+
+    One that owes nothing, since others have copies of its heads, answers to one consumer rank all
+    the same: it has nothing to write to it, and so learns when its own blocks are free.
+    """
     totals = set(heads_totals)
-    return tuple(
+    owing = tuple(
         rank
         for rank in _ranks(consumer)
         if any(owed(producer, producer_rank, consumer, rank, total) for total in totals)
     )
+    stage = min(producer_rank.pp, consumer.pp_size - 1)
+    return owing or (Rank(stage, producer_rank.tp * consumer.tp_size // producer.tp_size),)
 
 
 def _ranks(side: Side) -> Iterable[Rank]:

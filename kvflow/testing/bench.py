@@ -30,13 +30,14 @@ P0, P1 = AgentName("p0"), AgentName("p1")
 C1, C2 = AgentName("c1"), AgentName("c2")
 BLOCKS: Blocks = ((4, 5, 6),)
 TOKENS = 48
+"""Also the longest prompt that the bench's vLLM takes."""
 
 
 class Bench:
     """One engine and its clock."""
 
     def __init__(self, timings: Timings | None = None) -> None:
-        self.engine = Engine(timings)
+        self.engine = Engine(timings, prompt_tokens_max=TOKENS)
         self.now = 100.0
         self.effects: list[ef.Effect] = []
 
@@ -144,6 +145,8 @@ def register(
     blocks: Blocks = BLOCKS,
     write_until_s: float | None = None,
     tokens: int = TOKENS,
+    prefill: str = "",
+    keep: bool = False,
 ) -> Register:
     return Register(
         transfer_id=of,
@@ -153,6 +156,8 @@ def register(
         tokens=tokens,
         lease_s=30.0,
         write_until_s=write_until_s,
+        keep=keep,
+        prefill=prefill,
     )
 
 
@@ -171,6 +176,8 @@ def allocated(
     blocks: Blocks = BLOCKS,
     engine_id: str | None = None,
     address: Address = ADDRESS,
+    keep: bool = False,
+    again: bool = False,
 ) -> ev.BlocksAllocated:
     return ev.BlocksAllocated(
         transfer_id=of,
@@ -181,6 +188,8 @@ def allocated(
         blocks=blocks,
         starts=(0,) * len(blocks),
         tokens=TOKENS,
+        keep=keep,
+        again=again,
     )
 
 
@@ -206,14 +215,18 @@ def load_aborted(request: str = "c") -> ev.LoadAborted:
     return ev.LoadAborted(request_id=RequestId(request))
 
 
+def request_ended(request: str = "c") -> ev.RequestEnded:
+    return ev.RequestEnded(request_id=RequestId(request))
+
+
 def accepted(
     standing: Standing = Standing.WAITING, attempt: int = 5, clock_s: float = 0.0
 ) -> Accepted:
     return Accepted(transfer_id=T, attempt=attempt, standing=standing, clock_s=clock_s)
 
 
-def done(attempt: int = 5, prefill: str = "r") -> Done:
-    return Done(transfer_id=T, attempt=attempt, prefill=prefill)
+def done(attempt: int = 5, prefill: str = "r", kept_s: float = 0.0) -> Done:
+    return Done(transfer_id=T, attempt=attempt, prefill=prefill, kept_s=kept_s)
 
 
 def failed(attempt: int = 5, reason: Reason = Reason.CANCELLED) -> Failed:

@@ -44,6 +44,9 @@ Leg = TypeVar("Leg", Prefill, Load)
 class Chaos:
     """Some producers, some consumers. The first of each are used most: ids meet there.
 
+    The first consumer registers again after a preemption if it `registers`, the next one if not,
+    and so on.
+
     off     what a swarm phase has turned off (`kvflow.testing.faults.SWARM`).
     queued  legs that wait for blocks: the process that they were sent to, and how to try again.
     """
@@ -57,13 +60,20 @@ class Chaos:
         producers: int = 2,
         consumers: int = 2,
         blocks: int = 60,
+        prompt_tokens_max: int | None = None,
+        registers: bool = True,
     ) -> None:
         self.world = World(seed, timings)
         self.producers = [
-            self.world.add_producer(f"P{n}", ranks=ranks, blocks=blocks) for n in range(producers)
+            self.world.add_producer(
+                f"P{n}", ranks=ranks, blocks=blocks, prompt_tokens_max=prompt_tokens_max
+            )
+            for n in range(producers)
         ]
         self.consumers = [
-            self.world.add_consumer(f"C{n}", ranks=1 + n % 2, blocks=blocks)
+            self.world.add_consumer(
+                f"C{n}", ranks=1 + n % 2, blocks=blocks, registers=registers ^ bool(n % 2)
+            )
             for n in range(consumers)
         ]
         self.world.faults = Faults(slow_slices=0.6)
@@ -125,6 +135,9 @@ class Chaos:
             return begun
 
         self.world.say(f"{producer.name} is asked to prefill {transfer_id}")
+        if producer.refuses(transfer_id):
+            self.world.strike(Fault.PROMPT_TOO_LONG, f"{transfer_id} at {producer.name}")
+            return None
         return self._or_queue(producer.nodes[0], begin, Fault.PRODUCER_OUT_OF_BLOCKS)
 
     def _load(
@@ -256,7 +269,7 @@ class Chaos:
         self.world.advance(then_s)
 
     def abort_load(self, pick: int) -> None:
-        if found := self.loads("loading", "received"):
+        if found := self.loads("loading", "received", "preempted"):
             consumer, load = found[pick % len(found)]
             self.world.strike(Fault.LOAD_ABORTED, f"{load.request_id} of {load.transfer_id}")
             consumer.abort(load)
@@ -265,7 +278,33 @@ class Chaos:
         if found := self.loads("received"):
             consumer, load = found[pick % len(found)]
             self.world.say(f"{load.request_id} has been decoded")
-            consumer.leave(load)
+            consumer.finish(load)
+
+    def finish_recomputed(self, pick: int) -> None:
+        """A request whose load failed was computed where it is decoded, and has ended."""
+        if found := self.loads("failed"):
+            consumer, load = found[pick % len(found)]
+            if not load.aborted:
+                self.world.say(f"{load.request_id} has been decoded without a load")
+                consumer.finish(load)
+
+    def preempt_load(self, pick: int, skip: int, reused: bool) -> None:
+        """The same parameters, hence the same producer.
+
+        skip    blocks that are still cached.
+        reused  the id has been used for another prefill since, as a router must not.
+        """
+        if found := self.loads("received"):
+            consumer, load = found[pick % len(found)]
+            self.world.strike(Fault.LOAD_PREEMPTED, f"{load.request_id} of {load.transfer_id}")
+            if reused and load.producer and load.producer.alive:
+                self.world.strike(Fault.ID_REUSED, load.transfer_id)
+                prefill = self._begin(load.producer, load.transfer_id)
+                if prefill and skip:
+                    load.producer.finish(prefill)
+            consumer.preempt(load)
+            if load.state == "preempted" and load.producer:
+                self._load(consumer, load.producer, load.transfer_id, skip=skip, again=load)
 
     def load_again(self, where: int, pick: int, same: bool) -> None:
         """After a preemption or a failure: the same request, a new attempt, new blocks."""

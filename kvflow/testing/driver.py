@@ -79,6 +79,8 @@ class Node:
     ranks      how many its engine has.
     skew_s, rate
                its clock shows `skew_s + rate * world.now`.
+    prompt_tokens_max
+               tokens of the longest prompt that its vLLM takes.
     memory     (block, rank) -> what it holds.
     reachable  agents whose coordinates it has.
     heard      agents that it has heard anything from.
@@ -101,9 +103,10 @@ class Node:
     changed: bool = False
     skew_s: float = 0.0
     rate: float = 1.0
+    prompt_tokens_max: int | None = None
 
     def __post_init__(self) -> None:
-        self.engine = Engine(self.timings)
+        self.engine = Engine(self.timings, self.prompt_tokens_max)
 
     @property
     def clock(self) -> float:

@@ -69,10 +69,12 @@ class Prefill:
 
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """One request in a consumer, as vLLM sees it: loading, received, failed, over.
+    """One request in a consumer, as vLLM sees it: loading, received, preempted, failed, over.
 
     first     position of each group's first block.
     reported  the workers that have reported it; vLLM goes on when all have.
+    producer  the one that it loads from, if its parameters name one.
+    source    the prefill whose KV it had, or will have once more.
     """
 
     request_id: RequestId
@@ -85,10 +87,12 @@ class Load:
     reason: str = ""
     aborted: bool = False
     reported: set[AgentName] = field(default_factory=set)
+    producer: "Producer | None" = field(default=None, repr=False)
+    source: str = ""
 
     @property
     def given_back(self) -> bool:
-        return self.state in ("failed", "over")
+        return self.state in ("preempted", "failed", "over")
 
     def writers(self, node: Node) -> list[Rank]:
         """The producer's ranks that write to this worker."""
@@ -102,12 +106,15 @@ class Load:
 class Producer:
     """A prefill engine: one scheduler, several worker ranks at one address."""
 
-    def __init__(self, world: "World", name: str, ranks: int, blocks: int) -> None:
+    def __init__(
+        self, world: "World", name: str, ranks: int, blocks: int, prompt_tokens_max: int | None
+    ) -> None:
         self.world = world
         self.name = name
         self.address = Address(name, 5600)
         self.ranks = tuple(Rank(0, tp) for tp in range(ranks))
         self._blocks = blocks
+        self._prompt_tokens_max = prompt_tokens_max
         self._starts = 0
         self.alive = False
         self.start()
@@ -120,7 +127,9 @@ class Producer:
         self.pool = Pool(self._blocks)
         self.prefills: dict[RequestId, Prefill] = {}
         self.nodes = [
-            self.world.start_node(f"{self.engine_id}-{rank}", rank, len(self.ranks))
+            self.world.start_node(
+                f"{self.engine_id}-{rank}", rank, len(self.ranks), self._prompt_tokens_max
+            )
             for rank in self.ranks
         ]
 
@@ -130,6 +139,11 @@ class Producer:
             self.world.kill(node)
 
     # -- what vLLM does --------------------------------------------------------------------------
+
+    def refuses(self, transfer_id: TransferId) -> bool:
+        """Whether its API server finds the prompt too long; its engine never hears of it."""
+        most = self._prompt_tokens_max
+        return most is not None and tokens_of(transfer_id) > most
 
     def begin(self, transfer_id: TransferId) -> Prefill | None:
         """Start computing a prompt, if there are blocks for it."""
@@ -222,11 +236,15 @@ class Producer:
 
 
 class Consumer:
-    """A decode engine: one scheduler, one worker or several."""
+    """A decode engine: one scheduler, one worker or several.
 
-    def __init__(self, world: "World", name: str, ranks: int, blocks: int) -> None:
+    `registers`: its setting `after_preemption`.
+    """
+
+    def __init__(self, world: "World", name: str, ranks: int, blocks: int, registers: bool) -> None:
         self.world = world
         self.name = name
+        self.registers = registers
         self.ranks = tuple(Rank(0, tp) for tp in range(ranks))
         self._blocks = blocks
         self._starts = 0
@@ -269,7 +287,7 @@ class Consumer:
         engine_id: str | None = None,
         again: Load | None = None,
     ) -> Load | None:
-        """Reserve blocks and wait for KV; `again` is a request that was preempted or failed.
+        """Reserve blocks and wait for KV; `again` is a request that was preempted or has ended.
 
         skip       blocks that are cached here already.
         surplus    blocks too many, which no prefill can have.
@@ -286,6 +304,7 @@ class Consumer:
             return None
         self.attempts += ATTEMPT_STRIDE
         number = self.world.next_number()
+        preempted = again is not None and again.state == "preempted"
         load = Load(
             request_id=again.request_id if again else RequestId(f"{self.name}.c{number}"),
             transfer_id=transfer_id,
@@ -293,6 +312,8 @@ class Consumer:
             ranks=producer.ranks,
             blocks=blocks,
             first=skips,
+            producer=producer,
+            source=again.source if again and preempted else "",
         )
         self.loads[load.request_id] = load
         self._scribble(blocks)
@@ -306,6 +327,8 @@ class Consumer:
                 blocks=blocks,
                 starts=tuple(BLOCK_TOKENS * skipped for skipped in skips),
                 tokens=tokens_of(transfer_id) + BLOCK_TOKENS * surplus,
+                keep=self.registers,
+                again=preempted,
             )
         )
         return load
@@ -337,12 +360,27 @@ class Consumer:
 
     def abort(self, load: Load) -> None:
         load.aborted = True
-        self._tell(ev.LoadAborted(request_id=load.request_id))
+        if load.state == "loading" or not self.registers:
+            self._tell(ev.LoadAborted(request_id=load.request_id))
+        if load.state != "loading":
+            self.finish(load)
+
+    def finish(self, load: Load) -> None:
+        """A request whose load was over has ended."""
         if load.state == "received":
             self.leave(load)
+        load.state = "over"
+        if self.registers:
+            self._tell(ev.RequestEnded(request_id=load.request_id))
+
+    def preempt(self, load: Load) -> None:
+        """vLLM takes its blocks away; its KV is computed here, or asked for once more."""
+        self.leave(load)
+        if self.registers:
+            load.state = "preempted"
 
     def leave(self, load: Load) -> None:
-        """A received request has finished, or is preempted: its content was right to the end."""
+        """A received request goes without a word: its content was right to the end."""
         for node in self.nodes:
             invariants.content_is_right(node, load)
         load.state = "over"
@@ -374,7 +412,7 @@ class Consumer:
         load.reason = load.reason or effect.reason or ""
         load.reported.add(node.agent)
         if effect.reason is None:
-            invariants.content_is_right(node, load)
+            load.source = invariants.content_is_right(node, load)
         if len(load.reported) < len(self.nodes):
             return
         if not load.reason:

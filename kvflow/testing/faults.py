@@ -45,6 +45,7 @@ class Fault(enum.StrEnum):
     PREFILL_ABORTED = "prefill aborted"
     PREFILL_TOLD_TWICE = "prefill allocated more than once"
     LOAD_ABORTED = "load aborted"
+    LOAD_PREEMPTED = "request preempted after its KV had landed"
     LOAD_AGAIN = "request loads again after a preemption or failure"
     LOAD_REFUSED = "load with bad parameters"
     PRODUCER_OUT_OF_BLOCKS = "producer out of blocks: prefill queued"
@@ -54,6 +55,7 @@ class Fault(enum.StrEnum):
     LOAD_RIVAL = "second load with a live transfer id"
     RELEASE_ONLY = "release without a load"
     RELEASED_BY_ROUTER = "released by a router, at the producer"
+    PROMPT_TOO_LONG = "prompt refused by the producer's API server: too long"
     MISMATCH = "load asks for more blocks than a prefill has"
     ENGINE_ID_STALE = "router names the engine id of an earlier start"
 
@@ -99,6 +101,7 @@ SWARM: tuple[str, ...] = (
     "meeting_slow", "meeting_fails", "incompatible",
     # vLLM and routers
     "preempt_prefill", "abort_prefill", "allocate_prefill_again", "abort_load", "load_again",
+    "preempt_load",
     "release", "release_by_router", "refuse_load", "id_reuse", "mismatch", "stale_engine_id",
 )  # fmt: skip
 """What a phase can turn off: operations, weather, probabilities, and habits of routers."""

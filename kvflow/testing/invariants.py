@@ -109,8 +109,11 @@ def load_is_awaited(load: "Load | None", node: "Node", request_id: RequestId) ->
     _check(awaited, "S5", f"{node.agent} reported {load}")
 
 
-def content_is_right(node: "Node", load: "Load") -> None:
-    """S6: every rank's part of every block, in order, from one and the same prefill."""
+def content_is_right(node: "Node", load: "Load") -> str:
+    """S6: every rank's part of every block, in order, from one and the same prefill.
+
+    Returns which one; a load that was preempted must have been loaded once more from that one.
+    """
     sources = set()
     for group, ids in enumerate(load.blocks):
         for nth, block in enumerate(ids):
@@ -121,6 +124,22 @@ def content_is_right(node: "Node", load: "Load") -> None:
                 _check(got == wanted, "S6", f"block {block} of {load} holds {tag} from {rank}")
                 sources.add(tag.request_id if tag else None)
     _check(len(sources) <= 1, "S6", f"{load} is a mixture of prefills {sources}")
+    source = next(iter(sources), None) or load.source
+    _check(load.source in ("", source), "S6", f"{load} was loaded once more from {source}")
+    return source
+
+
+def what_is_kept_is_held(node: "Node", producer: "Producer") -> None:
+    """S3: vLLM holds the blocks of a transfer that is kept, and they have their content."""
+    for record in node.engine.records.producers.values():
+        if record.state != "kept":
+            continue
+        prefill = producer.prefills[RequestId(record.request_id or "")]
+        held = prefill.state == "finished" and node.agent in prefill.held_by
+        _check(held and prefill.blocks == record.blocks, "S3", f"{prefill} is kept, but not held")
+        tags = [node.memory.get((block, node.rank)) for block in flat(record.blocks)]
+        right = all(tag is not None and tag.request_id == record.request_id for tag in tags)
+        _check(right, "S3", f"{prefill} is kept, but holds {tags}")
 
 
 def everything_ended(node: "Node") -> None:

@@ -33,7 +33,12 @@ class Setting:
     """What a world looks like.
 
     blocks  in each engine, per cache group: few, so that requests must queue.
+    registers
+            the first consumer registers again after a preemption, the next one does not, ...; or
+            the other way round.
     swarm   each phase turns a random half of the faults off.
+    prompt_tokens_max
+            of the producers; a prompt has 32 to 128 tokens.
     """
 
     seed: int
@@ -41,8 +46,10 @@ class Setting:
     producers: int
     consumers: int
     blocks: int
+    registers: bool = True
     swarm: bool = False
     timings: Timings = TIMINGS
+    prompt_tokens_max: int | None = None
 
     def build(self) -> Chaos:
         return Chaos(
@@ -52,6 +59,8 @@ class Setting:
             producers=self.producers,
             consumers=self.consumers,
             blocks=self.blocks,
+            prompt_tokens_max=self.prompt_tokens_max,
+            registers=self.registers,
         )
 
 
@@ -118,6 +127,8 @@ OPERATIONS: dict[str, tuple[float, Do]] = {
     "dispatch_both_legs": (9.0, _dispatch),
     "abort_load": (1.5, lambda c, r: c.abort_load(_pick(r))),
     "finish_decode": (3.0, lambda c, r: c.finish_decode(_pick(r))),
+    "finish_recomputed": (0.3, lambda c, r: c.finish_recomputed(_pick(r))),
+    "preempt_load": (3.0, lambda c, r: c.preempt_load(_pick(r), r.randrange(3), _old(c, r))),
     "load_again": (2.0, lambda c, r: c.load_again(_pick(r), _pick(r), _yes(r))),
     "release": (1.0, lambda c, r: c.release(_pick(r), _pick(r), _old(c, r), _yes(r))),
     "release_by_router": (0.7, lambda c, r: c.release_by_router(_pick(r), _pick(r))),

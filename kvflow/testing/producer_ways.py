@@ -1,5 +1,6 @@
 """Ways and events of the producer's machine; `kvflow.testing.ways` explains them."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -77,6 +78,23 @@ def p_transferring_again(bench: Bench) -> None:
     bench.hear(C1, b.register(6))
 
 
+KEEP_S = 20.0
+NAME = hashlib.sha256(b"r").hexdigest()[:16]
+"""How the prefill `r` is named to consumers."""
+
+
+def p_transferring_to_keep(bench: Bench) -> None:
+    """The consumer wants to have it kept, and this producer does so."""
+    bench.engine.timings = replace(bench.engine.timings, keep_sent_s=KEEP_S)
+    p_prefilled(bench)
+    bench.hear(C1, b.register(keep=True))
+
+
+def p_kept(bench: Bench) -> None:
+    p_transferring_to_keep(bench)
+    bench.take(b.written())
+
+
 def p_draining(bench: Bench) -> None:
     p_transferring(bench)
     bench.hear(C1, b.cancel())
@@ -95,6 +113,11 @@ def p_failed(bench: Bench) -> None:
 def p_failed_registered(bench: Bench) -> None:
     p_registered(bench)
     bench.take(b.aborted())
+
+
+def p_failed_too_long(bench: Bench) -> None:
+    p_unknown(bench)
+    bench.hear(C1, b.register(tokens=b.TOKENS + 1))
 
 
 def p_failed_ambiguous(bench: Bench) -> None:
@@ -134,10 +157,11 @@ PRODUCER_WAYS: dict[str, list[Script]] = {
     "registered": [p_registered],
     "preempted": [p_preempted, p_reused_preempted],
     "prefilled": [p_prefilled, p_reused_prefilled],
-    "transferring": [p_transferring, p_transferring_again],
+    "transferring": [p_transferring, p_transferring_again, p_transferring_to_keep],
     "draining": [p_draining],
+    "kept": [p_kept],
     "sent": [p_sent],
-    "failed": [p_failed, p_failed_registered, p_failed_ambiguous],
+    "failed": [p_failed, p_failed_registered, p_failed_too_long, p_failed_ambiguous],
 }
 
 
@@ -162,7 +186,8 @@ PRODUCER_EVENTS: dict[str, list[Script]] = {
     "rival_ended": [takes(b.aborted("rival")), takes(b.preempted("rival"))],
     "registered": [hears(C1, b.register(6)), hears(C1, b.register(6, tokens=b.TOKENS + 1))],
     "registered_again": [hears(C1, b.register())],
-    "registered_anew": [hears(C1, b.register(6))],
+    "registered_anew": [hears(C1, b.register(6)), hears(C1, b.register(6, prefill=NAME))],
+    "registered_late": [hears(C1, b.register(6, prefill="another"))],
     "registered_stale": [hears(C1, b.register(4)), hears(C1, b.register(0))],
     "registered_rival": [hears(C2, b.register())],
     "cancel_asked": [hears(C1, b.cancel(6))],

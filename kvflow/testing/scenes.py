@@ -1,5 +1,6 @@
 """Where scenarios start: two engines that know each other, and a request with both its legs."""
 
+from kvflow.core import Timings
 from kvflow.ids import TransferId
 from kvflow.testing.engines import Consumer, Load, Prefill, Producer
 from kvflow.testing.world import World
@@ -7,19 +8,25 @@ from kvflow.testing.world import World
 T = TransferId("t")
 
 
-def strangers(ranks: int = 1) -> tuple[World, Producer, Consumer]:
+def strangers(
+    ranks: int = 1, timings: Timings | None = None, *, registers: bool = False
+) -> tuple[World, Producer, Consumer]:
     """A producer `P` and a consumer `C` that have never met, in a fair world."""
-    world = World(skewed=False)
-    return world, world.add_producer("P", ranks=ranks), world.add_consumer("C")
+    world = World(skewed=False, timings=timings)
+    producer = world.add_producer("P", ranks=ranks)
+    return world, producer, world.add_consumer("C", registers=registers)
 
 
-def acquainted(ranks: int = 1) -> tuple[World, Producer, Consumer]:
+def acquainted(
+    ranks: int = 1, timings: Timings | None = None, *, registers: bool = False
+) -> tuple[World, Producer, Consumer]:
     """One second has passed, in which a first transfer made the two known to each other."""
-    world, producer, consumer = strangers(ranks)
+    world, producer, consumer = strangers(ranks, timings, registers=registers)
     prefill, load = both_legs(producer, consumer, TransferId("warm"))
     producer.finish(prefill)
-    world.advance(0.99)
-    consumer.leave(load)
+    world.advance(0.9)
+    consumer.finish(load)
+    world.advance(0.09)
     return world, producer, consumer
 
 

@@ -19,6 +19,7 @@ from random import Random
 from kvflow.core import effects as ef
 from kvflow.core.reasons import Reason
 from kvflow.errors import KVFlowError
+from kvflow.testing.chaos import TIMINGS
 from kvflow.testing.faults import Fault
 from kvflow.testing.operations import END, PHASE, Operation, Setting, do, next_operation
 from kvflow.testing.rows import RowWatch, Taken, every_row
@@ -30,6 +31,7 @@ OPERATIONS_MIN, OPERATIONS_MAX = 40, 160
 SHRINK_RUNS_MAX = 400
 TRANSCRIPT_LINES_MAX = 200
 REPEATS_MAX = 3
+KEEPS_S = (0.0, 1.5, 15.0)
 MACHINES = ("producer", "consumer", "peer")
 BROKEN = (AssertionError, KVFlowError, LookupError, TypeError, ValueError, AttributeError)
 """What a run may raise: an invariant, or a bug that shows itself as an exception."""
@@ -166,7 +168,10 @@ def _setting(rng: Random, swarm: bool, engines: int) -> Setting:
         producers=producers,
         consumers=max(engines - producers, 1),
         blocks=rng.choice((10, 16, 24, 60)),
+        registers=rng.random() < 0.7,
         swarm=swarm,
+        prompt_tokens_max=rng.choice((None, None, 96)),
+        timings=replace(TIMINGS, keep_sent_s=rng.choice(KEEPS_S)),
     )
 
 

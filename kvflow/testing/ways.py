@@ -7,15 +7,17 @@ are the consumer's and the peer's; the producer's are in `kvflow.testing.produce
 
 from kvflow.core import Reason, Standing
 from kvflow.core import events as ev
-from kvflow.ids import Address, TransferId
+from kvflow.ids import Address, AgentName, Incarnation, TransferId
 from kvflow.testing import bench as b
 from kvflow.testing.bench import ADDRESS, C1, P0, P1, Bench
 from kvflow.testing.producer_ways import (
+    KEEP_S,
     PRODUCER_EVENTS,
     PRODUCER_WAYS,
     Script,
     hears,
     lose_consumer,
+    p_held,
     p_unknown,
     takes,
     until_due,
@@ -129,6 +131,19 @@ def c_received(bench: Bench) -> None:
     bench.hear(P1, b.done())
 
 
+def c_received_and_kept(bench: Bench) -> None:
+    c_registered(bench)
+    bench.hear(P0, b.done(kept_s=KEEP_S))
+    bench.hear(P1, b.done(kept_s=KEEP_S))
+
+
+def c_releasing_what_is_kept(bench: Bench) -> None:
+    """The producer was not heard for a while: it is asked first who it is."""
+    c_received_and_kept(bench)
+    bench.wait(bench.engine.timings.verify_after_s)
+    bench.take(b.request_ended())
+
+
 def c_failed(bench: Bench) -> None:
     c_draining_one_settled(bench)
     bench.hear(P0, b.failed())
@@ -152,8 +167,13 @@ CONSUMER_WAYS: dict[str, list[Script]] = {
     "transferring": [c_transferring, c_transferring_one_done],
     "draining": [c_draining, c_draining_one_settled, c_draining_other_settled],
     "fencing": [c_fencing],
-    "releasing": [c_releasing, c_releasing_met, c_releasing_one_rank],
-    "received": [c_received],
+    "releasing": [
+        c_releasing,
+        c_releasing_met,
+        c_releasing_one_rank,
+        c_releasing_what_is_kept,
+    ],
+    "received": [c_received, c_received_and_kept],
     "failed": [c_failed],
     "released": [c_released],
 }
@@ -166,6 +186,18 @@ def lose_producer(bench: Bench) -> None:
 def other_engine(bench: Bench) -> None:
     """The meeting cannot help: it is refused for good."""
     bench.take(ev.MeetingFailed(address=ADDRESS, final=True, detail="another page size"))
+
+
+def meet_others(bench: Bench) -> None:
+    """The engine was restarted."""
+    bench.take(
+        ev.MeetingSucceeded(
+            address=ADDRESS,
+            engine_id="engine-2",
+            incarnation=Incarnation("i-engine-2"),
+            agents=dict(zip(b.RANKS, (AgentName("q0"), AgentName("q1")), strict=True)),
+        )
+    )
 
 
 def answer_for_long(bench: Bench) -> None:
@@ -191,11 +223,13 @@ def stale_after_meeting(bench: Bench) -> None:
 
 CONSUMER_EVENTS: dict[str, list[Script]] = {
     "blocks_allocated": [takes(b.allocated(attempt=6))],
+    "allocated_again": [takes(b.allocated(attempt=6, again=True))],
+    "request_ended": [takes(b.request_ended())],
     "load_refused": [takes(b.refused())],
     "release_wanted": [takes(b.release())],
     "rival_allocated": [takes(b.allocated("rival", 7, blocks=((8,),)))],
     "load_aborted": [takes(b.load_aborted())],
-    "peer_met": [lambda bench: bench.meet()],
+    "peer_met": [lambda bench: bench.meet(), meet_others],
     "peer_unreachable": [other_engine],
     "peer_lost": [lose_producer],
     "accepted": [
@@ -251,7 +285,7 @@ PEER_WAYS: dict[str, list[Script]] = {
     "unmet": [c_new],
     "meeting": [c_allocated, r_meeting_again],
     "met": [c_registering, c_received, r_met_and_quiet],
-    "introduced": [p_unknown],
+    "introduced": [p_unknown, p_held],
     "backing_off": [r_backing_off, r_backing_off_alone],
 }
 PEER_EVENTS: dict[str, list[Script]] = {

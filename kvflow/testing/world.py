@@ -18,6 +18,7 @@ from kvflow.core import Timings
 from kvflow.core import effects as ef
 from kvflow.core import events as ev
 from kvflow.core.clocks import CLOCK_DRIFT_MAX
+from kvflow.core.producer import NAME as PRODUCER
 from kvflow.ids import Address, AgentName, Incarnation, Rank, RequestId
 from kvflow.testing import invariants
 from kvflow.testing.driver import Node, Slice, writes_to
@@ -70,16 +71,27 @@ class World:
 
     # -- building --------------------------------------------------------------------------------
 
-    def add_producer(self, name: str, *, ranks: int = 1, blocks: int = 60) -> Producer:
-        producer = Producer(self, name, ranks, blocks)
+    def add_producer(
+        self,
+        name: str,
+        *,
+        ranks: int = 1,
+        blocks: int = 60,
+        prompt_tokens_max: int | None = None,
+    ) -> Producer:
+        producer = Producer(self, name, ranks, blocks, prompt_tokens_max)
         self.producers[producer.address] = producer
         return producer
 
-    def add_consumer(self, name: str, *, ranks: int = 1, blocks: int = 60) -> Consumer:
-        self.consumers[name] = Consumer(self, name, ranks, blocks)
+    def add_consumer(
+        self, name: str, *, ranks: int = 1, blocks: int = 60, registers: bool = False
+    ) -> Consumer:
+        self.consumers[name] = Consumer(self, name, ranks, blocks, registers)
         return self.consumers[name]
 
-    def start_node(self, name: str, rank: Rank, ranks: int) -> Node:
+    def start_node(
+        self, name: str, rank: Rank, ranks: int, prompt_tokens_max: int | None = None
+    ) -> Node:
         agent = AgentName(name)
         if self.skewed:
             self.strike(Fault.CLOCK_SKEWED)
@@ -93,6 +105,7 @@ class World:
             timings=self.timings,
             skew_s=self.rng.uniform(0.0, 1e5) if self.skewed else 0.0,
             rate=1 + self.rng.uniform(-0.4, 0.4) * CLOCK_DRIFT_MAX if self.skewed else 1.0,
+            prompt_tokens_max=prompt_tokens_max,
         )
         self.nodes[agent] = node
         self.ranks[agent] = rank
@@ -177,6 +190,10 @@ class World:
                 node.changed = False
                 invariants.blocks_have_one_owner(node)
                 invariants.books_agree(node)
+        for producer in self.producers.values():
+            for node in producer.nodes if producer.alive else ():
+                if node.engine.records.population[PRODUCER, "kept"]:
+                    invariants.what_is_kept_is_held(node, producer)
 
     # -- what drivers ask for --------------------------------------------------------------------
 
@@ -350,7 +367,7 @@ class World:
         timings = self.timings
         self.advance(
             timings.load_deadline_s + timings.stop_deadline_s + 2 * timings.cancel_deadline_s
-            + timings.fence_silent_s + timings.hold_max_s + timings.lease_s
+            + timings.fence_silent_s + timings.hold_max_s + timings.lease_s + timings.keep_sent_s
         )  # fmt: skip
         for node in self.nodes.values():
             invariants.everything_ended(node)

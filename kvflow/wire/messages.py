@@ -33,6 +33,7 @@ Attempt = Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+SecondsOrNone = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 Clock = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 """A reading of a worker's monotonic clock, in seconds."""
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
@@ -56,6 +57,8 @@ class Register(_Message, frozen=True, tag="register"):
     tokens: Count
     lease_s: Seconds
     write_until_s: Clock | None
+    keep: bool = False
+    prefill: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)] = ""
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):
@@ -71,6 +74,7 @@ class Done(_Message, frozen=True, tag="done"):
     transfer_id: TransferIdText
     attempt: Attempt
     prefill: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)] = ""
+    kept_s: SecondsOrNone = 0.0
 
 
 class Failed(_Message, frozen=True, tag="failed"):
@@ -104,12 +108,16 @@ class Alive(_Message, frozen=True, tag="alive"):
     clock_s: Clock
 
 
-NOTICES = (Register, Accepted, Done, Failed, Cancel, Renew, Alive)
-AnyNotice = Register | Accepted | Done | Failed | Cancel | Renew | Alive
+class Probe(_Message, frozen=True, tag="probe"):
+    core: ClassVar = notices.Probe
+
+
+NOTICES = (Register, Accepted, Done, Failed, Cancel, Renew, Alive, Probe)
+AnyNotice = Register | Accepted | Done | Failed | Cancel | Renew | Alive | Probe
 
 
 class Plane(_Message, frozen=True, kw_only=True, array_like=True):
-    """`kvflow.layout.Plane` as it travels: there are many, so without the names of its fields."""
+    """`kvflow.layout.Plane` as it travels: an array, since it comes many times."""
 
     name: Name
     offset: Offset
@@ -121,8 +129,8 @@ class Plane(_Message, frozen=True, kw_only=True, array_like=True):
     tile: Some = 1
 
 
-class Region(_Message, frozen=True, kw_only=True):
-    """`kvflow.layout.Region` as it travels."""
+class Region(_Message, frozen=True, kw_only=True, array_like=True):
+    """`kvflow.layout.Region` as it travels: an array, since it comes once per layer."""
 
     layer: Name
     group: Annotated[int, msgspec.Meta(ge=0, lt=GROUPS_MAX)]

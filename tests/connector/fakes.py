@@ -68,9 +68,11 @@ class FakeBlocks:
         return (self.ids,)
 
 
-def config(role: str = "kv_both") -> Any:
+def config(role: str, policy: str) -> Any:
     return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(is_kv_producer=role != "kv_consumer"),
+        kv_transfer_config=SimpleNamespace(
+            is_kv_producer=role != "kv_consumer", kv_load_failure_policy=policy
+        ),
         parallel_config=SimpleNamespace(
             data_parallel_index=0, tensor_parallel_size=1, pipeline_parallel_size=1
         ),
@@ -82,9 +84,10 @@ def make(
     settings: Settings | None = None,
     seal: Seal | None = None,
     groups: tuple[Group, ...] = (),
+    policy: str = "fail",
 ) -> SchedulerHalf:
     return SchedulerHalf(
-        config(role), "engine-here", settings or Settings(), groups or (FULL,), seal
+        config(role, policy), "engine-here", settings or Settings(), groups or (FULL,), seal
     )
 
 
@@ -97,8 +100,13 @@ def kinds(events: tuple[ev.Event, ...]) -> list[str]:
     return [type(event).__name__ for event in events]
 
 
-def report(half: SchedulerHalf, *received: str) -> None:
-    output: Any = SimpleNamespace(finished_recving={*received}, kv_connector_worker_meta=None)
+def report(half: SchedulerHalf, *ended: str, failed: tuple[str, ...] = ()) -> None:
+    """Loads have ended; those in `failed` without their KV."""
+    output: Any = SimpleNamespace(
+        finished_recving={*ended, *failed},
+        failed_recving={*failed},
+        kv_connector_worker_meta=None,
+    )
     half.reported(output)
 
 

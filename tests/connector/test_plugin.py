@@ -36,6 +36,7 @@ SIGNATURES_OF_VLLM_0_33 = {
     "request_finished": ["self", "request", "block_ids"],
     "request_finished_all_groups": ["self", "request", "block_ids"],
     "save_kv_layer": ["self", "layer_name", "kv_layer", "attn_metadata", "kwargs"],
+    "set_host_xfer_buffer_ops": ["self", "copy_operation"],
     "set_xfer_handshake_metadata_pp_aware": ["self", "metadata"],
     "shutdown": ["self"],
     "start_load_kv": ["self", "forward_context", "kwargs"],

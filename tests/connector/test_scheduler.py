@@ -372,6 +372,7 @@ def test_coordinates_after_a_wake_up_are_served_anew(half: SchedulerHalf) -> Non
     first = half._side_channel._reply()
     output: Any = SimpleNamespace(
         finished_recving=None,
+        failed_recving=set(),
         kv_connector_worker_meta=NewHellos({Rank(0, 0): codec.encode(HELLO)}),
     )
     half.reported(output)

@@ -97,6 +97,30 @@ def test_a_consumer_beyond_the_limit_is_dropped_unless_it_is_a_producer_of_ours_
     assert list(bench.engine.records.workers) == [C1]
 
 
+def test_whoever_asks_again_for_a_prompt_that_is_too_long_is_told_the_same_f1() -> None:
+    bench = Bench()
+    bench.introduce()
+    for _ in range(2):
+        bench.hear(C1, b.register(tokens=b.TOKENS + 1))
+        assert last_word(bench, C1) == b.failed(reason=Reason.TOO_LONG)
+    bench.hear(C1, b.renew())
+    assert bench.sent(C1)[-1] == Alive(
+        standings=((T, 5, Standing.FAILED, Reason.TOO_LONG),), clock_s=bench.now
+    )
+    assert bench.engine.live == 0
+
+
+def test_a_known_prefill_is_not_too_long_whatever_is_asked_for_f8() -> None:
+    """Two prompts under one id: what the prefill has decides, as for any other size."""
+    bench = Bench()
+    bench.introduce()
+    bench.take(b.started())
+    bench.hear(C1, b.register(tokens=b.TOKENS + 1))
+    assert bench.produced == "registered"
+    bench.take(b.finished())
+    assert last_word(bench, C1).reason is Reason.MISMATCH
+
+
 # -- quiet peers ---------------------------------------------------------------------------------
 
 

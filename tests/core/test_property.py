@@ -4,12 +4,23 @@ Safety (S1 to S7) is checked by the world after each thing that happens; livenes
 That exactly one guard holds is checked at each firing.
 """
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvflow.testing.chaos import CHANCES, MOMENTS_S, PAUSES_S, PICKS, WHILES_S, Chaos
+from kvflow.testing.chaos import (
+    CHANCES,
+    MOMENTS_S,
+    PAUSES_S,
+    PICKS,
+    TIMINGS,
+    WHILES_S,
+    Chaos,
+)
 from kvflow.testing.rows import RowWatch
+from kvflow.testing.simulate import KEEPS_S
 
 PICK = st.integers(0, PICKS - 1)
 OLD = st.integers(0, 3).map(lambda number: number == 0)
@@ -20,10 +31,16 @@ MOMENTS = st.sampled_from(MOMENTS_S)
 class TwoEnginesAndMore(RuleBasedStateMachine):
     """What vLLMs, networks and operators may do, in any order."""
 
-    @initialize(seed=st.integers(0, 2**32 - 1), ranks=st.integers(1, 2))
-    def build(self, seed: int, ranks: int) -> None:
+    @initialize(
+        seed=st.integers(0, 2**32 - 1),
+        ranks=st.integers(1, 2),
+        keep_sent_s=st.sampled_from(KEEPS_S),
+        registers=st.booleans(),
+    )
+    def build(self, seed: int, ranks: int, keep_sent_s: float, registers: bool) -> None:
         self.watch = RowWatch().__enter__()
-        self.chaos = Chaos(seed, ranks)
+        timings = replace(TIMINGS, keep_sent_s=keep_sent_s)
+        self.chaos = Chaos(seed, ranks, timings, registers=registers)
 
     @rule(where=PICK, pick=PICK, old=OLD)
     def begin_prefill(self, where: int, pick: int, old: bool) -> None:
@@ -79,6 +96,16 @@ class TwoEnginesAndMore(RuleBasedStateMachine):
     @rule(pick=PICK)
     def finish_decode(self, pick: int) -> None:
         self.chaos.finish_decode(pick)
+
+    @precondition(lambda self: self.chaos.loads("received"))
+    @rule(pick=PICK, skip=st.integers(0, 2), reused=OLD)
+    def preempt_load(self, pick: int, skip: int, reused: bool) -> None:
+        self.chaos.preempt_load(pick, skip, reused)
+
+    @precondition(lambda self: self.chaos.loads("failed"))
+    @rule(pick=PICK)
+    def finish_recomputed(self, pick: int) -> None:
+        self.chaos.finish_recomputed(pick)
 
     @precondition(lambda self: self.chaos.loads("received", "failed", "over"))
     @rule(where=PICK, pick=PICK, same=st.booleans())

@@ -79,6 +79,33 @@ def first(report: Report) -> str:
 
 Trace = Callable[..., Path]
 
+KEPT = [
+    *PREFILL[:-1],
+    ("write_done", "transferring", "kept"),
+    ("registered_anew", "kept", "transferring"),
+    ("write_done", "transferring", "kept"),
+    ("cancel_asked", "kept", "sent"),
+]
+DECODE_TWICE = [
+    *DECODE,
+    ("allocated_again", "received", "allocated"),
+    *DECODE[1:],
+    ("request_ended", "received", "releasing"),
+    ("rank_failed", "releasing", "released"),
+]
+
+
+def kept(attempts: list[int]) -> Lines:
+    lines = lines_of("producer", KEPT, engine="p", peer="c/pp0.tp0/1f")
+    return [line | {"attempt": a} for line, a in zip(lines, attempts, strict=True)]
+
+
+def decode_twice() -> Lines:
+    lines = lines_of("consumer", DECODE_TWICE, engine="c", peer="host:5600")
+    attempts = [16] * 4 + [32] * 6
+    return [line | {"attempt": a} for line, a in zip(lines, attempts, strict=True)]
+
+
 # -- each record by itself -------------------------------------------------------------------------
 
 
@@ -235,6 +262,27 @@ def test_an_attempt_is_sent_once(trace: Trace) -> None:
     said = first(replay([path]))
     assert said.startswith(f"{path}:9:")
     assert f"sent twice: attempt 16 was sent at {path}:4 already" in said
+
+
+def test_what_was_kept_and_written_once_more_matches_both_loads(trace: Trace) -> None:
+    report = replay([trace(kept([16, 16, 16, 16, 32, 32, 32]) + decode_twice())])
+    assert report.first is None
+    assert (report.matched, report.unmatched) == (2, 0)
+    assert report.outcomes["producer", "sent", ""] == 1
+    assert report.live == []
+
+
+def test_a_load_once_more_needs_a_second_write(trace: Trace) -> None:
+    lines = kept([16, 16, 16, 16, 32, 32, 32])
+    without = [*lines[:4], lines[-1]]
+    said = first(replay([trace(without + decode_twice())]))
+    assert "received, but p pp0.tp0 never sent attempt 32 of t" in said
+
+
+def test_a_first_line_that_is_the_last_one_passes(trace: Trace) -> None:
+    """A refusal leaves no record."""
+    late = lines_of("producer", [("registered_late", "unknown", "forgotten")], engine="p")
+    assert replay([trace(late + late)]).first is None
 
 
 # -- what is not a trace ---------------------------------------------------------------------------

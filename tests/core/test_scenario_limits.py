@@ -5,8 +5,9 @@ Each line is `time worker: what happened`. The first word after a name says whic
 
 from kvflow.core import Timings
 from kvflow.core import events as ev
+from kvflow.core.notices import Failed
 from kvflow.ids import RequestId, TransferId
-from kvflow.testing.engines import Consumer, Producer
+from kvflow.testing.engines import Consumer, Producer, tokens_of
 from kvflow.testing.scenes import T, acquainted, both_legs, prefilled
 from kvflow.testing.transcript import check
 from kvflow.testing.world import World
@@ -182,6 +183,37 @@ def test_a_registration_too_many_for_unknown_ids_is_refused_and_known_ones_are_n
         0.034 C: consumer t --done--> received
         """,
     )
+    world.everything_ends()
+
+
+def test_a_prompt_that_the_producer_cannot_take_fails_its_load_at_once_on_every_rank_f1() -> None:
+    """Its API server refuses the prefill leg, so no prefill with this id is ever known."""
+    world = World(skewed=False)
+    longest = tokens_of(T)
+    producer = world.add_producer("P", ranks=2, prompt_tokens_max=longest - 1)
+    roomy = world.add_producer("Q", prompt_tokens_max=longest)
+    consumer = world.add_consumer("C")
+    assert producer.refuses(T)
+    assert not roomy.refuses(T)
+    load = consumer.allocate(T, producer)
+    world.network.lose(lambda frame: isinstance(frame.notice, Failed), count=2)
+    world.advance(0.3)
+    check(
+        world,
+        """
+        0.000 C: consumer t --blocks_allocated--> allocated
+        0.002 C: consumer t --peer_met--> registering
+        0.003 P.0: producer t --registered--> failed (too_long)
+        0.003 P.1: producer t --registered--> failed (too_long)
+        0.254 C: consumer t --rank_failed--> draining (too_long)
+        0.254 C: told vLLM that C.c1 failed (too_long)
+        0.254 C: consumer t --rank_failed--> failed (too_long)
+        """,
+    )
+    assert load is not None
+    assert consumer.allocate(T, roomy, again=load) is not None
+    world.advance(0.01)
+    assert roomy.nodes[0].engine.records.producers[T].state == "held"
     world.everything_ends()
 
 

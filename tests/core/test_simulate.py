@@ -11,7 +11,16 @@ import pytest
 from typer.testing import CliRunner
 
 from kvflow.cli import app
-from kvflow.core import Engine, consumer_actions, consumer_table, peer, producer_steps
+from kvflow.core import (
+    Engine,
+    classify,
+    consumer_actions,
+    consumer_table,
+    peer,
+    producer_actions,
+    producer_steps,
+    producer_table,
+)
 from kvflow.core.consumer import ConsumerRecord, Outcome
 from kvflow.core.effects import ReportReceived, ReportSent
 from kvflow.core.ledger import Ledger
@@ -150,16 +159,16 @@ def gives_back_while_draining(patch: pytest.MonkeyPatch) -> None:
 
 
 def replace_action(
-    patch: pytest.MonkeyPatch, old: Callable[..., None], new: Callable[..., None]
+    patch: pytest.MonkeyPatch, holder: Any, old: Callable[..., None], new: Callable[..., None]
 ) -> None:
-    """The consumer's table with one action replaced."""
-    table = consumer_table.TABLE
+    """A machine's table with one action replaced; `holder` is the table's module."""
+    table = holder.TABLE
     rows = tuple(
         dataclasses.replace(row, action=new if row.action is old else row.action)
         for row in table.rows
     )
     assert rows != table.rows
-    patch.setattr(consumer_table, "TABLE", dataclasses.replace(table, rows=rows))
+    patch.setattr(holder, "TABLE", dataclasses.replace(table, rows=rows))
 
 
 def fences_for_no_time(patch: pytest.MonkeyPatch) -> None:
@@ -169,7 +178,7 @@ def fences_for_no_time(patch: pytest.MonkeyPatch) -> None:
         consumer_actions.lose_and_fence(record, event, turn)
         turn.arm((consumer_actions.NAME, record.request_id), 1e-3)
 
-    replace_action(patch, consumer_actions.lose_and_fence, lose_at_once)
+    replace_action(patch, consumer_table, consumer_actions.lose_and_fence, lose_at_once)
 
 
 def releases_while_draining(patch: pytest.MonkeyPatch) -> None:
@@ -200,7 +209,23 @@ def waits_for_ever_for_a_cancelled_rank(patch: pytest.MonkeyPatch) -> None:
         turn.arm((consumer_actions.NAME, record.request_id), turn.timings.cancel_deadline_s)
 
     patch.setattr(peer, "_silent", lambda record, event, turn: [])
-    replace_action(patch, consumer_actions.lose_silent, ask_on)
+    replace_action(patch, consumer_table, consumer_actions.lose_silent, ask_on)
+
+
+def lets_go_of_what_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """vLLM gets the blocks back when they are written, though they may be written once more."""
+
+    def keep_in_name(record: ProducerRecord, event: Any, turn: Turn) -> None:
+        producer_actions.finish_and_keep(record, event, turn)
+        assert record.request_id is not None
+        turn.effects.append(ReportSent(request_id=record.request_id))
+
+    replace_action(patch, producer_table, producer_actions.finish_and_keep, keep_in_name)
+
+
+def takes_any_prefill_for_the_one_that_was_lost(patch: pytest.MonkeyPatch) -> None:
+    """Whatever prefill the id names now is written into a load that was preempted."""
+    patch.setattr(classify, "_has_written", lambda record, peer, prefill: True)
 
 
 MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = [
@@ -210,6 +235,8 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = [
     (fences_for_no_time, {"S1", "S2", "S7"}),
     (releases_while_draining, {"S3"}),
     (waits_for_ever_for_a_cancelled_rank, {"L1"}),
+    (lets_go_of_what_is_kept, {"S3"}),
+    (takes_any_prefill_for_the_one_that_was_lost, {"S6"}),
 ]
 
 

@@ -206,6 +206,10 @@ def test_a_killed_consumer_costs_the_producer_its_blocks_for_a_lease_at_most(hea
                 if step.at > killed_unix:
                     what = f"{step.trigger} -> {step.dest} {step.reason or ''}"
                     note(f"producer: {what} {step.at - killed_unix:.2f} s after the kill")
+        # Not by its lease: the producer asked.
+        failure = trio.traces.failure(PRODUCER, str(held.transfer_id))
+        assert failure is not None
+        assert failure.trigger == "peer_lost"
         await trio.restart(trio.settings(FAILS))
         await trio.assert_serves(clients, BIG[0])
         await trio.assert_empty(3, *trio.engines)
@@ -293,7 +297,7 @@ async def cut(trio: Trio, sent: Sent, after_s: float) -> str:
     last = [trio.traces.last(name, sent.transfer_id) for name in (PRODUCER, sent.consumer)]
     sent.exchange.cancel()
     await asyncio.gather(sent.exchange, return_exceptions=True)
-    await trio.release(sent)
+    await trio.release(sent.transfer_id)
     return "cut while {}, {}".format(*(step.dest if step else "unknown" for step in last))
 
 

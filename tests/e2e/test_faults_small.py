@@ -1,4 +1,4 @@
-"""Engines with room for three requests, a producer that refuses prompts, and vLLM's own SIGTERM."""
+"""Engines with room for three requests, a producer that refuses some, and vLLM's own SIGTERM."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvflow.demo.requests import Client, Dispatch, Naming, prompts
+from kvflow.demo.requests import Client, Dispatch, Naming, prefill_params, prompts
 
 from .trio import FAILS, LEASE_S, LOSS_S, PRODUCER, Prompt, Sent, Trio, note, until
 
@@ -18,21 +18,24 @@ HOLD_S = 6.0
 """Instead of the default of 30 s."""
 PROMPTS = prompts(16, shortest=900, longest=900, seed=21)
 """29 blocks each, of 99."""
-REFUSED = prompts(1, shortest=1500, longest=1500, seed=22)[0]
 ONE = PROMPTS[0]
+LENGTH = 1024
+"""vLLM's bound on a prompt and its answer, at the producer; the consumer's is twice that."""
+LONGEST = prompts(1, shortest=LENGTH - 1, longest=LENGTH - 1, seed=22)[0]
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
-    """A producer and a consumer with tiny pools; the producer takes 1,024 tokens at most."""
+    """A producer and a consumer with tiny pools; the consumer takes longer prompts."""
     small = Trio(directory=tmp_path_factory.mktemp("small"))
     tiny = ("--num-gpu-blocks-override", "100", "--shutdown-timeout", "0")
 
     async def start() -> None:
         producer = small.settings(
-            PRODUCER, *tiny, "--max-model-len", "1024", extra={"hold_max_s": HOLD_S}
+            PRODUCER, *tiny, "--max-model-len", f"{LENGTH}", extra={"hold_max_s": HOLD_S}
         )
-        await small.start(producer, small.settings(FAILS, *tiny, "--max-model-len", "2048"))
+        consumer = small.settings(FAILS, *tiny, "--max-model-len", f"{2 * LENGTH}")
+        await small.start(producer, consumer)
         await small.expect(PROMPTS, 16)
 
     try:
@@ -101,27 +104,80 @@ async def serves(small: Trio, client: Client, prompt: Prompt = ONE) -> None:
     small.assert_right(prompt, sent.decode)
 
 
-@pytest.mark.parametrize("has_router", [False, True], ids=["alone", "released"])
-def test_a_load_whose_prefill_is_refused_ends(small: Trio, has_router: bool) -> None:
-    """When its router says so; else when the producer has waited long enough for the prefill."""
+@pytest.mark.parametrize("dispatch", Dispatch)
+def test_the_longest_prompt_that_the_producer_takes_goes_through(
+    small: Trio, dispatch: Dispatch
+) -> None:
+    async def work() -> None:
+        async with Client(small.endpoints(FAILS)) as client:
+            alone = await client.complete(client.endpoints.consumer_url, LONGEST)
+            small.expected[LONGEST] = alone.token_ids
+            sent = small.send(client, FAILS, LONGEST, dispatch=dispatch)
+            await ends([sent], 60)
+            small.assert_right(LONGEST, sent.decode)
+            assert small.traces.failure(FAILS, sent.transfer_id) is None
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("more", [1, 400])
+def test_a_prompt_too_long_for_the_producer_fails_its_load_at_once_without_a_router(
+    small: Trio, more: int
+) -> None:
+    """Its API server refuses the prefill leg; the producer says so when the decode leg registers.
+
+    Not a lease, nor `hold_max_s`, nor the consumer's own deadlines end it: the reason says which.
+    """
+    tokens = len(LONGEST) + more
+    (prompt,) = prompts(1, shortest=tokens, longest=tokens, seed=23)
 
     async def work() -> None:
         async with Client(small.endpoints(FAILS)) as client:
+            sent = small.send(client, FAILS, prompt)
+            await ends([sent], HOLD_S + 30)
+            assert sent.exchange.result().prefill.http_status == 400
+            assert sent.decode.error is not None
+            (refusal,) = small.traces.steps(PRODUCER, sent.transfer_id)
+            assert (refusal.trigger, refusal.dest) == ("registered", "failed")
+            failure = small.traces.failure(FAILS, sent.transfer_id)
+            assert failure is not None
+            assert (refusal.reason, failure.reason) == ("too_long", "too_long")
+            note(f"{tokens} tokens: failed after {sent.decode.total_s:.2f} s")
+            await small.assert_empty(3, *small.engines)
+            await serves(small, client)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("has_router", [False, True], ids=["alone", "released"])
+def test_a_load_whose_prefill_is_refused_ends(small: Trio, has_router: bool) -> None:
+    """When its router says so; else when the producer has waited long enough for the prefill.
+
+    The prefill leg is refused for what it asks of vLLM, which nobody can tell from the decode leg.
+    """
+
+    async def work() -> None:
+        async with Client(small.endpoints(FAILS)) as client:
+            naming = Naming.by_transfer_id()
             began = small.mark()
-            sent = small.send(client, FAILS, REFUSED)
+            decode = asyncio.create_task(client.decode_leg(ONE, naming))
+            url = client.endpoints.producer_url
+            prefill = await client.complete(
+                url, ONE, tokens=2 * LENGTH, params=prefill_params(naming)
+            )
+            assert prefill.http_status == 400
+            transfer_id = str(naming.transfer_id)
             if has_router:
                 await until(
-                    lambda: small.traces.reached(FAILS, sent.transfer_id, "registered"),
+                    lambda: small.traces.reached(FAILS, transfer_id, "registered"),
                     within_s=10,
                     what="the registration",
                 )
                 began = small.mark()
-                await small.release(sent)
-            await ends([sent], HOLD_S + 30)
-            prefill = sent.exchange.result().prefill
-            assert prefill.http_status == 400
-            assert sent.decode.error is not None
-            failure = small.traces.failure(FAILS, sent.transfer_id)
+                await small.release(transfer_id)
+            async with asyncio.timeout(HOLD_S + 30):
+                assert (await decode).error is not None
+            failure = small.traces.failure(FAILS, transfer_id)
             assert failure is not None
             took_s = failure.at - began
             note(f"refused after {prefill.total_s:.2f} s; {failure.reason} {took_s:.2f} s later")

@@ -84,6 +84,11 @@ class Traces:
     def reached(self, engine: str, transfer_id: str, *states: str) -> bool:
         return any(step.dest in states for step in self.steps(engine, transfer_id))
 
+    def taken(self, engine: str, transfer_id: str, trigger: str, dest: str = "") -> int:
+        """How often a trigger (led to a state)."""
+        steps = self.steps(engine, transfer_id)
+        return sum(step.trigger == trigger and dest in ("", step.dest) for step in steps)
+
     def last(self, engine: str, transfer_id: str) -> Step | None:
         steps = self.steps(engine, transfer_id)
         return steps[-1] if steps else None
@@ -166,7 +171,7 @@ class Trio:
     # -- engines -----------------------------------------------------------------------------------
 
     def settings(
-        self, name: str, *extra_args: str, extra: Mapping[str, float] | None = None
+        self, name: str, *extra_args: str, extra: Mapping[str, float | str] | None = None
     ) -> EngineSettings:
         self._starts += 1
         roles = {PRODUCER: "kv_producer", FAILS: "kv_consumer", RECOMPUTES: "kv_consumer"}
@@ -284,11 +289,11 @@ class Trio:
             exchange=asyncio.create_task(exchange),
         )
 
-    async def release(self, sent: Sent) -> None:
+    async def release(self, transfer_id: str) -> None:
         """What a router does when its client went away, or a prefill leg was refused."""
-        endpoints = self.endpoints(sent.consumer)
-        address = Address(endpoints.side_channel_host, endpoints.side_channel_port)
-        await side_channel.release(address, TransferId(sent.transfer_id), LOSS_S)
+        producer = self.engines[PRODUCER]
+        address = Address(producer.host, producer.side_channel_port)
+        await side_channel.release(address, TransferId(transfer_id), LOSS_S)
 
     # -- judgement ---------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -47,6 +48,7 @@ FAST = Settings(
         write_drain_s=0.5,
         tombstone_s=2.0,
         peer_idle_s=5.0,
+        keep_sent_s=60.0,
     ),
     post_bytes_max=4096,
     post_runs_max=2,
@@ -177,9 +179,21 @@ class Worker:
         )
         self.loop.submit([event])
 
-    def load(self, transfer: str, producer: Address, blocks: list[int]) -> None:
+    def load(
+        self,
+        transfer: str,
+        producer: Address,
+        blocks: list[int],
+        *,
+        keep: bool = False,
+        again: bool = False,
+    ) -> None:
         self._attempt += ATTEMPT_STRIDE
-        self.loop.submit([allocated(transfer, producer, blocks, attempt=self._attempt)])
+        event = allocated(transfer, producer, blocks, attempt=self._attempt)
+        self.loop.submit([replace(event, keep=keep, again=again)])
+
+    def end_request(self, transfer: str) -> None:
+        self.loop.submit([ev.RequestEnded(request_id=load_of(transfer))])
 
     def abort_load(self, transfer: str) -> None:
         self.loop.submit([ev.LoadAborted(request_id=load_of(transfer))])

@@ -132,6 +132,7 @@ def identity(
     *,
     rank: Rank = Rank(0, 0),
     facts: Facts = FACTS,
+    prompt_tokens_max: int | None = None,
 ) -> Identity:
     return Identity(
         engine_id=engine_id,
@@ -139,6 +140,7 @@ def identity(
         rank=rank,
         facts=facts,
         regions=memory.regions,
+        prompt_tokens_max=prompt_tokens_max,
     )
 
 
@@ -160,13 +162,16 @@ class Side:
         rank: Rank = Rank(0, 0),
         facts: Facts = FACTS,
         seal: Seal | None = None,
+        prompt_tokens_max: int | None = None,
     ) -> None:
         self.address = Address(name, 5600)
         self.memory = memory or Memory(seed=len(name))
         self.reports = Reports()
         self.notes = Notes()
         self.meetings: list[Address] = []
-        who = identity(self.memory, name, rank=rank, facts=facts)
+        who = identity(
+            self.memory, name, rank=rank, facts=facts, prompt_tokens_max=prompt_tokens_max
+        )
         self.port = MemoryPort(agent_of(who), network)
         self.port.register(who.regions)
         self.driver = Driver(

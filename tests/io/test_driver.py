@@ -1,6 +1,7 @@
 """The driver against in-memory ports and a clock that is set by hand."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from .sides import (
     SOURCE,
     Pair,
     Side,
+    allocated,
     load_of,
     prefill_first,
     prefill_of,
@@ -249,6 +251,24 @@ def test_s3_a_consumer_that_dies_while_written_to_costs_one_transfer(pair: Pair)
     assert not pair.producer.port.posts
 
 
+def test_a_consumer_that_dies_while_its_write_is_paused_costs_no_lease_f1(pair: Pair) -> None:
+    """Nothing is posted to it any more, and it asks for nothing: only a probe can tell."""
+    pair.load("t", DESTINATION)
+    pair.turn_times(3)
+    pair.consumer.port.faults.frozen = True
+    pair.clock.now += Timings().write_lease_s
+    pair.finish_prefill("t", SOURCE)
+    pair.turn_times(3)
+    assert pair.producer.state("producer", "t") == "transferring"
+    assert not pair.producer.port.counts.posts
+    pair.consumer.port.close()
+    died = pair.clock.now
+    pair.turn_until_quiet_of_producer()
+    assert pair.clock.now - died < 3 * Timings().probe_silent_s
+    assert pair.producer.reports.sent_ids == [prefill_of("t")]
+    assert [moved.reason for moved in pair.producer.notes.ended("producer")] == [Reason.PEER_LOST]
+
+
 # -- bugs of ours --------------------------------------------------------------------------------
 
 
@@ -337,12 +357,19 @@ def test_drop_everybody_ends_every_transfer_once(pair: Pair) -> None:
 
 
 def test_what_vllm_waits_for_is_reported_when_the_driver_is_abandoned(pair: Pair) -> None:
+    pair.producer.driver.engine.timings = Timings(keep_sent_s=10.0)
+    pair.finish_prefill("kept", [20])
+    event = allocated("kept", pair.producer.address, [20], attempt=1)
+    pair.consumer.driver.take(replace(event, keep=True))
+    pair.turn_times(10)
+    assert pair.producer.state("producer", "kept") == "kept"
     writing(pair)
     pair.load("waiting", [1], attempt=32)
+    pair.consumer.reports.received_ids.clear()
     for side in pair.sides:
         side.port.close()
         side.driver.abandon()
-    assert pair.producer.reports.sent_ids == [prefill_of("t")]
+    assert sorted(pair.producer.reports.sent_ids) == [prefill_of("kept"), prefill_of("t")]
     assert sorted(pair.consumer.reports.received_ids) == [
         (load_of("t"), Reason.SHUTDOWN),
         (load_of("waiting"), Reason.SHUTDOWN),

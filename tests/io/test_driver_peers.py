@@ -15,7 +15,18 @@ from kvflow.testing.port import MemoryNetwork
 from kvflow.wire import codec
 from kvflow.wire import messages as m
 
-from .sides import FACTS, Clock, Memory, Pair, Side, changed, frame_of, load_of, prefill_of
+from .sides import (
+    BLOCK_TOKENS,
+    FACTS,
+    Clock,
+    Memory,
+    Pair,
+    Side,
+    changed,
+    frame_of,
+    load_of,
+    prefill_of,
+)
 
 SOURCE = [3, 4, 5, 9]
 DESTINATION = [6, 7, 8, 2]
@@ -382,3 +393,16 @@ def test_one_registration_more_than_may_be_kept_is_refused_and_counted(
     pair.turn_until_quiet()
     received = dict(pair.consumer.reports.received_ids)
     assert received[load_of("known")] is received[load_of("beyond-1")] is None
+
+
+def test_a_prompt_that_the_producer_cannot_take_fails_its_load_in_one_round_trip_f1(
+    make_side: MakeSide, clock: Clock
+) -> None:
+    tokens = len(DESTINATION) * BLOCK_TOKENS
+    producer = make_side("producer", prompt_tokens_max=tokens - 1)
+    pair = Pair(producer, make_side("consumer"), clock)
+    pair.load("t", DESTINATION)
+    pair.load("shorter", [9], attempt=32)
+    pair.turn_times(3)
+    assert pair.consumer.reports.received_ids == [(load_of("t"), Reason.TOO_LONG)]
+    assert producer.state("producer", "shorter") == "held"

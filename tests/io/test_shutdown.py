@@ -166,6 +166,11 @@ def p_prefilled(producer: Worker, consumer: Worker) -> None:
     producer.finish_prefill("t", SOURCE)
 
 
+def p_kept(producer: Worker, consumer: Worker) -> None:
+    producer.finish_prefill("t", SOURCE)
+    consumer.load("t", producer.address, DESTINATION, keep=True)
+
+
 def p_draining(producer: Worker, consumer: Worker) -> None:
     transferring(producer, consumer)
     consumer.abort_load("t")
@@ -179,6 +184,7 @@ PRODUCER: dict[str, Callable[[Worker, Worker], None]] = {
     "prefilled": p_prefilled,
     "transferring": transferring,
     "draining": p_draining,
+    "kept": p_kept,
 }
 
 
@@ -190,7 +196,7 @@ def test_a_producer_closed_in_any_state_gives_its_blocks_back_once(
     producer.comes_to("producer", "t", state)
     closes(producer)
     producer.collect()
-    pinned = state in ("prefilled", "transferring", "draining")
+    pinned = state in ("prefilled", "transferring", "draining", "kept")
     assert producer.sent == ([prefill_of("t")] if pinned else [])
     assert not producer.loop._thread.is_alive
     assert producer.port.is_closed

@@ -44,6 +44,27 @@ def test_blocks_move_between_two_loops_prefill_first(producer: Worker, consumer:
     assert not consumer.notes.failures
 
 
+def test_blocks_move_once_more_after_a_preemption_and_come_back_with_the_request_f9(
+    producer: Worker, consumer: Worker
+) -> None:
+    producer.finish_prefill("t", SOURCE)
+    consumer.load("t", producer.address, DESTINATION, keep=True)
+    assert consumer.outcome("t") is None
+    consumer.received.clear()
+    others = [to + 10 for to in DESTINATION if to < 20]
+    expected = consumer.memory.with_blocks(producer.memory, list(zip(SOURCE, others, strict=False)))
+    consumer.load("t", producer.address, others, keep=True, again=True)
+    assert consumer.outcome("t") is None
+    assert (consumer.memory.array == expected).all()
+    producer.collect()
+    assert not producer.sent
+    consumer.end_request("t")
+    assert producer.is_sent("t")
+    consumer.comes_to("consumer", "t", "released")
+    assert not producer.notes.failures
+    assert not consumer.notes.failures
+
+
 def test_blocks_move_between_two_loops_registration_first(
     producer: Worker, consumer: Worker
 ) -> None:

@@ -45,12 +45,13 @@ FACTS = Facts(
 
 @dataclass
 class Notes:
-    """An observer that keeps what went wrong."""
+    """An observer that keeps where each transfer is, and what went wrong."""
 
+    latest: dict[tuple[str, str], Moved] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
     def moved(self, moved: Moved) -> None:
-        """Not kept."""
+        self.latest[moved.machine, moved.key] = moved
 
     def ignored(self, kind: str, key: str) -> None:
         """Not kept."""
@@ -142,6 +143,15 @@ class Engine:
                 raise TimeoutError(f"{request} was never reported")
             self.collect(0.05)
         return self.received[request]
+
+    def collect_sent(self, transfer: str, wait_s: float) -> None:
+        """Return when the blocks of its prefill may be freed."""
+        request = RequestId(f"prefill-{transfer}")
+        deadline = time.monotonic() + wait_s
+        while request not in self.sent:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{request} was never reported")
+            self.collect(0.05)
 
     def close(self) -> None:
         self.loop.close()

@@ -1,12 +1,14 @@
 """Two `TransferLoop`s with real NIXL agents and real side channels, in two processes."""
 
 import random
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from kvflow.core import Reason
+from kvflow.core import Reason, Timings
+from kvflow.core.effects import Moved
 
 from .led_process import LedEngine
 from .loop_process import BLOCK_BYTES, BLOCKS, LAYERS, Engine, digest
@@ -143,6 +145,72 @@ def test_a_consumer_that_closes_tells_its_producer(own_producer: LedEngine) -> N
         if "prefill-waiting" in sent:
             break
     assert "prefill-waiting" in sent
+
+
+# -- consumers that die --------------------------------------------------------------------------
+
+NOT_A_LEASE_S = Timings().lease_s / 2
+"""What ends by its lease ends later than this."""
+
+
+@pytest.fixture
+def producer() -> Iterator[Engine]:
+    """In this process, so that its records can be watched."""
+    with Engine("producer", seed=8) as producer:
+        yield producer
+
+
+@pytest.fixture
+def led_consumer(producer: Engine) -> Iterator[LedEngine]:
+    """One that has had a transfer."""
+    led = LedEngine("consumer", SEED)
+    led.ask("load", transfer="first", address=producer.address, blocks=[1])
+    producer.finish_prefill("first", [1])
+    assert led.ask("outcome", transfer="first")["reason"] is None
+    yield led
+    led.close()
+
+
+def until(engine: Engine, transfer: str, *states: str) -> Moved:
+    """The move with which a producer's record came to one of the states, without a lease's help."""
+    deadline = time.monotonic() + NOT_A_LEASE_S
+    while True:
+        moved = engine.notes.latest.get(("producer", transfer))
+        if moved is not None and moved.dest in states:
+            return moved
+        assert time.monotonic() < deadline, moved
+        time.sleep(0.01)
+
+
+def test_a_consumer_that_is_killed_while_it_waits_for_its_prefill_is_found_f1(
+    producer: Engine, led_consumer: LedEngine
+) -> None:
+    producer.start_prefill("t")
+    led_consumer.ask("load", transfer="t", address=producer.address, blocks=[2])
+    until(producer, "t", "registered")
+    led_consumer.kill()
+    assert until(producer, "t", "failed").reason is Reason.PEER_LOST
+    producer.finish_prefill("t", [1])
+    producer.collect_sent("t", NOT_A_LEASE_S)
+    assert producer.notes.faults == []
+
+
+def test_a_consumer_that_is_killed_while_its_write_is_paused_gives_the_blocks_back_f1(
+    producer: Engine, led_consumer: LedEngine
+) -> None:
+    """It was stopped before, so its permission to write has run out; then it is killed."""
+    led_consumer.ask("load", transfer="t", address=producer.address, blocks=[2])
+    until(producer, "t", "held")
+    led_consumer.stop()
+    time.sleep(Timings().write_lease_s + 2 * Timings().renew_interval_s)
+    producer.finish_prefill("t", [1])
+    until(producer, "t", "transferring")
+    led_consumer.kill()
+    ended = until(producer, "t", "sent", "failed")
+    assert (ended.dest, ended.reason) == ("failed", Reason.PEER_LOST)
+    producer.collect_sent("t", NOT_A_LEASE_S)
+    assert producer.sent == ["prefill-first", "prefill-t"]
+    assert producer.notes.faults == []
 
 
 def test_a_producer_that_is_stopped_for_a_while_costs_at_most_its_own_loads(

@@ -44,6 +44,8 @@ BY_FIELD: dict[str, st.SearchStrategy[Any]] = {
     "standing": STANDINGS,
     "reason": REASONS,
     "prefill": st.text(max_size=50),
+    "keep": st.booleans(),
+    "kept_s": st.floats(0, 86_400),
     "wanted": st.lists(st.tuples(TRANSFER_IDS, ATTEMPTS)).map(tuple),
     "standings": st.lists(st.tuples(TRANSFER_IDS, ATTEMPTS, STANDINGS, st.none() | REASONS)).map(
         tuple
@@ -122,6 +124,7 @@ def test_every_notice_has_one_twin_and_every_twin_a_tag_of_its_own() -> None:
 TWIN = codec._to_wire(REGISTER)
 RENEW = m.Renew(wanted=(("t", 1),), write_until_s=1.0)
 ALIVE = m.Alive(standings=(("t", 1, Standing.DONE, None),), clock_s=1.0)
+DONE = m.Done(transfer_id="t", attempt=1)
 ACCEPTED = m.Accepted(transfer_id="t", attempt=1, standing=Standing.WAITING, clock_s=1.0)
 FAILED = m.Failed(transfer_id="t", attempt=1, reason=Reason.STALE)
 NOT_IDS = ["", "t" * 257, "a b", "t\n", "\nt", "t\0", "ä", *NOT_TEXT]
@@ -136,6 +139,9 @@ BAD: list[tuple[msgspec.Struct, str, list[Any]]] = [
     (TWIN, "tokens", NOT_COUNTS),
     (TWIN, "lease_s", [0, -1.0, 86_400.1, math.nan, math.inf, None, "1"]),
     (TWIN, "write_until_s", NOT_CLOCKS),
+    (TWIN, "keep", [1, 0, "true", None]),
+    (TWIN, "prefill", ["p" * 513, *NOT_TEXT]),
+    (DONE, "kept_s", [-0.001, 86_400.1, math.nan, math.inf, None, "1"]),
     (ACCEPTED, "standing", ["", "perhaps", "WAITING", 1, None]),
     (ACCEPTED, "clock_s", [*NOT_CLOCKS, None]),
     (FAILED, "reason", ["", "bored", "STALE", 1, None]),

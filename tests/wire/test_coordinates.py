@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvflow.errors import RemoteProtocolError
@@ -75,3 +76,15 @@ def test_coordinates_past_their_limits_are_refused(field: str, values: list[Any]
             codec.decode_hello(codec.encode(hello))
         with pytest.raises(RemoteProtocolError):
             codec.decode_frame(codec.encode(m.Frame(notices=(), hello=hello)))
+
+
+@pytest.mark.parametrize("message", [PLANE, REGION])
+def test_what_travels_as_an_array_has_no_more_elements_than_fields(message: msgspec.Struct) -> None:
+    """And none less than up to the last one that may be left out."""
+    fields = list(msgspec.to_builtins(message))
+    kind = type(message)
+    assert msgspec.convert(fields, kind) == message
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert([*fields, 1], kind)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(fields[:6], kind)
