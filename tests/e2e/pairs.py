@@ -66,8 +66,8 @@ class Setup:
 
     name: str
     family: str = "qwen3"
-    producer: Side = Side()  # noqa: RUF009 - frozen
-    consumer: Side = Side()  # noqa: RUF009 - frozen
+    producer: Side = Side()
+    consumer: Side = Side()
 
     def settings(
         self, directory: Path, *, env: Mapping[str, str] | None = None, args: tuple[str, ...] = ()

@@ -9,14 +9,14 @@ from kvflow.core import Reason
 from kvflow.core import events as ev
 from kvflow.ids import Address, Rank, RequestId, TransferId
 from kvflow.io.driver import Driver
-from kvflow.layout import Plane, Region
+from kvflow.layout import Plane, Region, Side
 from kvflow.settings import Settings
 from kvflow.testing.port import MemoryNetwork, MemoryPort
 from kvflow.wire import messages as m
 
 from .sides import FACTS, Clock, Identity, Notes, Reports, agent_of, new_incarnation
 
-LAYERS, HEADS, DIMS, TOKENS = 2, 4, 8, 96
+LAYERS, HEADS, DIMS, TOKENS = 4, 4, 8, 96
 LOAD, PREFILL, T = RequestId("load"), RequestId("prefill"), TransferId("t")
 
 
@@ -24,22 +24,25 @@ class Worker:
     """One rank: (layer, block, head, token, dim) bytes, its driver, and what vLLM was told."""
 
     def __init__(
-        self, name: str, tp: int, ranks: int, block: int, network: MemoryNetwork, clock: Clock
+        self, name: str, rank: Rank, side: Side, block: int, network: MemoryNetwork, clock: Clock
     ) -> None:
-        heads = max(HEADS // ranks, 1)
-        rng = np.random.default_rng(tp + 10 * len(name))
-        self.first = tp * HEADS // ranks
+        heads = max(HEADS // side.tp_size, 1)
+        rng = np.random.default_rng([rank.pp, rank.tp, len(name)])
+        self.first = rank.tp * HEADS // side.tp_size
+        self.layers = range(
+            rank.pp * LAYERS // side.pp_size, (rank.pp + 1) * LAYERS // side.pp_size
+        )
         self.block = block
-        shape = (LAYERS, 2 + TOKENS // block, heads, block, DIMS)
+        shape = (len(self.layers), 2 + TOKENS // block, heads, block, DIMS)
         self.memory = rng.integers(0, 256, shape, dtype=np.uint8)
         self.reports, self.notes = Reports(), Notes()
         self.meetings: list[Address] = []
         who = Identity(
             engine_id=name,
             incarnation=new_incarnation(),
-            rank=Rank(0, tp),
-            facts=replace(FACTS, tp_size=ranks, block_sizes=(block,)),
-            regions=tuple(self._region(layer) for layer in range(LAYERS)),
+            rank=rank,
+            facts=replace(FACTS, tp_size=side.tp_size, pp_size=side.pp_size, block_sizes=(block,)),
+            regions=tuple(self._region(layer) for layer in self.layers),
         )
         self.port = MemoryPort(agent_of(who), network)
         self.port.register(who.regions)
@@ -67,7 +70,7 @@ class Worker:
         return Region(
             layer=f"layer.{layer}",
             group=0,
-            base=self.memory[layer].ctypes.data,
+            base=self.memory[layer - self.layers.start].ctypes.data,
             stride_bytes=heads * tokens * dims,
             block_bytes=heads * tokens * dims,
             blocks=blocks,
@@ -84,22 +87,39 @@ class Worker:
     def kv(self, ids: list[int]) -> np.ndarray:
         """(layer, head, token, dim) of a request's blocks."""
         picked = self.memory[:, ids]
-        return picked.transpose(0, 2, 1, 3, 4).reshape(LAYERS, -1, len(ids) * self.block, DIMS)
+        return picked.transpose(0, 2, 1, 3, 4).reshape(
+            len(self.layers), -1, len(ids) * self.block, DIMS
+        )
 
 
 class Engines:
     """A producer engine and a consumer engine."""
 
-    def __init__(self, producing: int, consuming: int, source: int, destination: int) -> None:
+    def __init__(
+        self,
+        producing: int,
+        consuming: int,
+        source: int = 16,
+        destination: int = 16,
+        stages: tuple[int, int] = (1, 1),
+    ) -> None:
+        """Tensor-parallel ranks and block sizes; `stages` of pipelines; the producer's first."""
         self.clock, network = Clock(), MemoryNetwork()
         self.address = Address("prefill", 5600)
-        self.producers = [
-            Worker("prefill", tp, producing, source, network, self.clock) for tp in range(producing)
+        sides = [
+            Side(tp_size=ranks, pp_size=count)
+            for ranks, count in zip((producing, consuming), stages, strict=True)
         ]
-        self.consumers = [
-            Worker("decode", tp, consuming, destination, network, self.clock)
-            for tp in range(consuming)
-        ]
+        self.producers, self.consumers = (
+            [
+                Worker(name, Rank(pp, tp), side, block, network, self.clock)
+                for pp in range(side.pp_size)
+                for tp in range(side.tp_size)
+            ]
+            for name, side, block in zip(
+                ("prefill", "decode"), sides, (source, destination), strict=True
+            )
+        )
         self.source_ids = list(range(1 + TOKENS // source, 1, -1))
         self.destination_ids = list(range(1, 1 + TOKENS // destination))
         if producing > HEADS:
@@ -108,7 +128,11 @@ class Engines:
     def _replicate(self) -> None:
         """Ranks that hold the same head hold the same bytes."""
         for worker in self.producers:
-            twin = next(each for each in self.producers if each.first == worker.first)
+            twin = next(
+                each
+                for each in self.producers
+                if (each.first, each.layers) == (worker.first, worker.layers)
+            )
             worker.memory[:] = twin.memory
 
     def finish_prefill(self) -> None:
@@ -147,8 +171,26 @@ class Engines:
 
     def produced(self) -> np.ndarray:
         """(layer, head, token, dim) of the whole prompt, each head once."""
-        by_head = {worker.first: worker.kv(self.source_ids) for worker in self.producers}
-        return np.concatenate([by_head[first] for first in sorted(by_head)], axis=1)
+        whole = np.zeros((LAYERS, HEADS, TOKENS, DIMS), dtype=np.uint8)
+        for worker in self.producers:
+            part = worker.kv(self.source_ids)
+            layers = slice(worker.layers.start, worker.layers.stop)
+            whole[layers, worker.first : worker.first + part.shape[1]] = part
+        return whole
+
+    def check(self) -> None:
+        """Every consumer rank has its heads of its layers, and everybody's blocks are free."""
+        whole = self.produced()
+        for worker in self.consumers:
+            assert worker.reports.received_ids == [(LOAD, None)]
+            layers = slice(worker.layers.start, worker.layers.stop)
+            wanted = whole[layers, worker.first : worker.first + worker.memory.shape[2]]
+            assert np.array_equal(worker.kv(self.destination_ids), wanted)
+        for worker in self.producers:
+            assert worker.driver.engine.ledger.empty
+            assert not worker.notes.failures
+            # Also of a rank with copies of heads that others have written.
+            assert worker.reports.sent_ids == [PREFILL]
 
 
 RANKS = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (1, 4), (2, 8), (8, 2), (8, 8), (4, 8)]
@@ -167,17 +209,18 @@ def test_every_rank_has_its_heads_of_every_token_s6(
         step()
         engines.run(20)
     engines.run()
-    whole = engines.produced()
-    for worker in engines.consumers:
-        assert worker.reports.received_ids == [(LOAD, None)]
-        heads = worker.memory.shape[2]
-        wanted = whole[:, worker.first : worker.first + heads]
-        assert np.array_equal(worker.kv(engines.destination_ids), wanted)
-    for worker in engines.producers:
-        assert worker.driver.engine.ledger.empty
-        assert not worker.notes.failures
-        # Also of a rank with copies of heads that others have written.
-        assert worker.reports.sent_ids == [PREFILL]
+    engines.check()
+
+
+@pytest.mark.parametrize("stages", [(2, 1), (1, 2), (2, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (8, 2)], ids=str)
+def test_every_stage_has_its_layers_s6(stages: tuple[int, int], ranks: tuple[int, int]) -> None:
+    engines = Engines(*ranks, stages=stages)
+    engines.load()
+    engines.run(20)
+    engines.finish_prefill()
+    engines.run()
+    engines.check()
 
 
 def test_what_is_here_already_is_not_touched() -> None:
