@@ -12,7 +12,7 @@ from kvflow.layout.topology import held
 
 SIZES = (1, 2, 4, 8)
 STAGES = ((1, 1), (2, 2), (1, 2), (4, 1))
-HEADS = (1, 2, 3, 4, 8, 16)
+HEADS = (1, 2, 4, 6, 8, 16)
 
 
 def fits(heads: int, *tp_sizes: int) -> bool:
