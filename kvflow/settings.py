@@ -31,6 +31,12 @@ class Settings:
                        `recompute` computes its prompt here, `register` asks for the KV once more
                        while the producer keeps it (its `keep_sent_s`). `register` needs
                        `kv_load_failure_policy` to be `recompute`.
+    cache_layout       vLLM's KV cache layout to ask for; VLLM_KV_CACHE_LAYOUT comes first, and what
+                       the attention backend can do. `LBHNC` keeps what two ranks or two block sizes
+                       share in one piece. `BLHNC` also puts all layers of a block side by side: one
+                       run for all of them between equal ranks and block sizes, but vLLM cannot
+                       split such blocks for kernels with smaller ones, and stops at start where it
+                       would have to. "" leaves the choice to vLLM.
     side_channel_connections_max
                        connections that a side channel serves at once.
     shared_key_file    file with a key that seals every message (HMAC-SHA256); "" for none. The same
@@ -48,6 +54,7 @@ class Settings:
     posts_in_flight_max: int = 4
     parked_max: int = 1024
     after_preemption: str = "recompute"
+    cache_layout: str = "LBHNC"
     side_channel_connections_max: int = 256
     shared_key_file: str = ""
     nixl_backends: tuple[str, ...] = ("UCX",)
@@ -62,6 +69,7 @@ _LEAST = {
 }
 """Lowest value of each number; 1 where not named. Timings must be above 0."""
 _AFTER_PREEMPTION = ("recompute", "register")
+_CACHE_LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC", "")
 _MOST = 2**40
 _TIMING_MOST = 86_400
 """A day; the wire carries no longer lease."""
@@ -81,6 +89,8 @@ def parse(extra_config: Mapping[str, object]) -> Settings:
             values[key] = _names(key, value)
         elif key == "after_preemption":
             values[key] = _one_of(key, value, _AFTER_PREEMPTION)
+        elif key == "cache_layout":
+            values[key] = _one_of(key, value, _CACHE_LAYOUTS)
         elif key == "shared_key_file":
             values[key] = _path(key, value)
         elif key in own:

@@ -14,7 +14,7 @@ from kvflow.wire import messages as m
 
 TIMINGS = {field.name: field for field in dataclasses.fields(Timings)}
 OWN = {field.name: field for field in dataclasses.fields(Settings) if field.name != "timings"}
-WORDS = ("nixl_backends", "shared_key_file", "after_preemption")
+WORDS = ("nixl_backends", "shared_key_file", "after_preemption", "cache_layout")
 NUMBERS = [*TIMINGS, *(name for name in OWN if name not in WORDS)]
 DEFAULTS = Settings()
 
@@ -197,3 +197,15 @@ def test_every_key_is_documented() -> None:
         assert holder.__doc__
         for key in keys:
             assert key in holder.__doc__
+
+
+@pytest.mark.parametrize("given", ["LBHNC", "BLHNC", ""])
+def test_a_cache_layout_is_one_of_vllms_names_or_its_own_choice(given: str) -> None:
+    assert DEFAULTS.cache_layout == "LBHNC"
+    assert parse({"cache_layout": given}).cache_layout == given
+
+
+@pytest.mark.parametrize("given", ["HND", "lbhnc", 1, None])
+def test_another_cache_layout_is_refused_by_name(given: object) -> None:
+    with pytest.raises(ConfigurationError, match="cache_layout"):
+        parse({"cache_layout": given})

@@ -115,9 +115,11 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
-        """Heads outside of tokens: what two ranks or two block sizes share is then contiguous."""
-        model = vllm_config.model_config
-        return None if model is None or model.use_mla else "LBHNC"
+        """The setting `cache_layout`; one head has no use for it."""
+        model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
+        if model is None or model.use_mla or transfer is None:
+            return None
+        return parse(transfer.kv_connector_extra_config).cache_layout or None
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.has_events

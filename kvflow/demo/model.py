@@ -1,11 +1,12 @@
-"""Makes a tiny model with random weights and a byte-level tokenizer; nothing is fetched.
+"""Makes tiny models with random weights and a byte-level tokenizer; nothing is fetched.
 
 The weights are drawn wide (`initializer_range=0.3`), so that greedy tokens depend on the whole
-context: a token that differs from the monolithic run's means that KV was lost or mixed up. With 4
-layers x 8 KV heads x 64 in float32, one token's KV is 16 KiB.
+context: a token that differs from the monolithic run's means that KV was lost or mixed up. The
+default model has 4 layers x 8 KV heads x 64 in float32: one token's KV is 16 KiB. The others are
+those of `kvflow.demo.families`.
 
-A model is kept under a key of its contents: the recipe below and the versions of the packages
-that draw the weights. It is written beside its place and renamed there, so that a reader never
+A model is kept under a key of its contents: the recipe and the versions of the packages that draw
+the weights. It is written beside its place and renamed there, so that a reader never
 sees half of it and two makers do no harm.
 
 Known limit: the weights of one seed may differ between processors; engines that are compared must
@@ -20,33 +21,16 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvflow.demo.families import END_OF_TEXT, FAMILIES, Family
+
 _SEED = 20251
-_END_OF_TEXT = 256
-_CONFIG: dict[str, int | float | bool | str] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 264,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.3,
-    "eos_token_id": _END_OF_TEXT,
-    "bos_token_id": _END_OF_TEXT,
-    "pad_token_id": _END_OF_TEXT,
-    "dtype": "float32",
-}
 
 PROMPT_TOKEN_IDS = range(256)
 """Token ids that may stand in a prompt: every byte."""
-
-KV_BYTES_PER_TOKEN = 4 * 8 * 64 * 2 * 4
-"""layers x KV heads x head size x (key and value) x float32."""
 
 
 def model_cache_directory() -> Path:
@@ -55,21 +39,28 @@ def model_cache_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "kvflow" / "models"
 
 
-def tiny_model(directory: Path | None = None) -> Path:
-    """The path of the tiny model under `directory`; makes it if it is not there."""
+def tiny_model(directory: Path | None = None, *, family: str = "qwen3") -> Path:
+    """The path of a family's tiny model under `directory`; makes it if it is not there."""
     base = model_cache_directory() if directory is None else directory
-    place = base / f"qwen3-tiny-{_content_key()}"
+    recipe = FAMILIES[family]
+    place = base / f"{family}-tiny-{_content_key(recipe)}"
     if not place.is_dir():
-        _publish(place, _write_model)
+        _publish(place, partial(_write_model, recipe))
     return place
 
 
-def _content_key() -> str:
-    """Names the recipe: this file's constants and what draws and writes the weights."""
+def _content_key(family: Family) -> str:
+    """Names the recipe: what is drawn, and what draws and writes it."""
     versions = {
         name: importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")
     }
-    recipe = {"layout": 1, "seed": _SEED, "config": _CONFIG, "versions": versions}
+    recipe = {
+        "layout": 2,
+        "seed": _SEED,
+        "architecture": family.architecture,
+        "config": family.whole_config,
+        "versions": versions,
+    }
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -89,13 +80,14 @@ def _publish(place: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _write_model(directory: Path) -> None:
+def _write_model(family: Family, directory: Path) -> None:
     # Imported here: torch and transformers take seconds, and a model that is kept needs neither.
     torch, transformers = _untyped("torch"), _untyped("transformers")
     transformers.utils.logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_CONFIG))
+        config = getattr(transformers, family.config_class)(**family.whole_config)
+        model = getattr(transformers, family.architecture)(config)
     model.to(torch.float32).save_pretrained(directory)
     _write_tokenizer(directory)
 
@@ -109,7 +101,7 @@ def _write_tokenizer(directory: Path) -> None:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens([tokenizers.AddedToken("<|end|>", special=True)])
-    assert tokenizer.token_to_id("<|end|>") == _END_OF_TEXT
+    assert tokenizer.token_to_id("<|end|>") == END_OF_TEXT
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|end|>",

@@ -15,7 +15,7 @@ Machine: TypeAlias = Literal["producer", "consumer"]
 
 TRACE_SUFFIX = ".ndjson"
 _VERSION = 1
-_OVER = frozenset({"received", "sent", "failed", "released", "forgotten"})
+_OVER = frozenset({"received", "kept", "sent", "failed", "released", "forgotten"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,3 +49,24 @@ def prefilled(producer: Producer, transfer_id: TransferId = T) -> Prefill:
     assert prefill is not None
     producer.finish(prefill)
     return prefill
+
+
+Scene = tuple[World, Producer, Consumer, Prefill, Load]
+
+
+def landed(timings: Timings, *, ranks: int = 1, registers: bool = True) -> Scene:
+    """A load was received at 1.013; now it is 2.0."""
+    world, producer, consumer = acquainted(ranks, timings, registers=registers)
+    prefill, load = both_legs(producer, consumer)
+    producer.finish(prefill)
+    world.advance(0.99)
+    assert load.state == "received"
+    return world, producer, consumer, prefill, load
+
+
+def again(consumer: Consumer, producer: Producer, load: Load, skip: int = 0) -> Load:
+    """vLLM preempts the request, and allocates for it once more."""
+    consumer.preempt(load)
+    loading = consumer.allocate(load.transfer_id, producer, again=load, skip=skip)
+    assert loading is not None
+    return loading

@@ -31,12 +31,13 @@ Counted == {"lose", "fail", "abort", "crash", "drop"}
     \* abort   vLLM aborts a prefill
     \* crash   a producer rank crashes, and the engine may come back
     \* drop    a producer rank takes the consumer for lost, and forgets it
-Uncounted == {"giveup", "expire", "forget", "renew", "retry"}
+Uncounted == {"giveup", "expire", "forget", "renew", "retry", "keep"}
     \* giveup  the consumer aborts, or the deadline of a load passes
     \* expire  a producer's lease or deadline ends
     \* forget  tombstones are forgotten
     \* renew   renewals are sent, and answered
     \* retry   after a failed write the producer keeps the KV, and the consumer registers once more
+    \* keep    after a complete write it may keep it, and a request that was preempted loads again
 
 Mistakes == {
     "none",
@@ -47,6 +48,7 @@ Mistakes == {
     "stale_register_accepted",  \* a registration that was settled is put on record again
     "prefills_mixed",           \* the ranks may have written two prefills of one id
     "floor_dropped",            \* a consumer's floor is forgotten with its peer record
+    "any_prefill_again",        \* a preempted request may get the KV of another prefill
     "silent_rank_awaited"}      \* a rank that does not answer a cancel is awaited for ever
 
 ASSUME /\ First \in Transfers
@@ -116,6 +118,10 @@ Kinds == {"register", "renew", "cancel"} \union FromProducer
 ToProducer(kind, a, ranks) ==
     {Msg(kind, a, r, 0) : r \in IF met = "current" THEN ranks \intersect up ELSE {}}
 
+\* A preempted request names the prefill whose KV it had; others name none, which is 0.
+Registrations(n, ranks, named) ==
+    {[m EXCEPT !.k = named] : m \in ToProducer("register", n, ranks)}
+
 \* Nobody listens to what is said of an attempt that is over or fenced.
 ToConsumer(kind, n, r, k) ==
     IF Listening(LoadOf(n)) /\ load[LoadOf(n)].cur = n THEN {Msg(kind, n, r, k)} ELSE {}
@@ -132,20 +138,25 @@ Without(ns) == {m \in net : ~(m.a \in ns /\ m.kind \in FromProducer \union {"ren
 \* Consumer: the load.
 
 NewLoad == [st |-> "new", cur |-> 0, xfer |-> First, out |-> [r \in Ranks |-> "open"],
-            kv |-> [r \in Ranks |-> 0], count |-> 0]
+            kv |-> [r \in Ranks |-> 0], count |-> 0, had |-> 0, named |-> 0]
 
 \* The next load, into the same blocks: one under the same transfer id if that is the
-\* only one, else a bystander.  vLLM allocates only what it has.
-Load(a, t) ==
-    LET retry == t = First IN
+\* only one, else a bystander.  vLLM allocates only what it has.  If the load before was received,
+\* it may be of the same request, which was preempted.
+Load(a, t, preempted) ==
+    LET retry == t = First
+        named == IF preempted THEN load[a - 1].had ELSE 0
+    IN
+    /\ preempted => retry /\ a > 1 /\ load[a - 1].had # 0
     /\ load[a].st = "new"
     /\ retry <=> Transfers = {First}
     /\ retry => met # "none"
     /\ \A b \in Loads : b < a => b \in back
     /\ load' = [load EXCEPT ![a] = [NewLoad EXCEPT !.st = IF retry THEN "asking" ELSE "elsewhere",
-                                                   !.xfer = t, !.cur = 2 * a - 1]]
+                                                   !.xfer = t, !.cur = 2 * a - 1,
+                                                   !.named = named]]
     /\ mem' = Empty
-    /\ net' = net \union ToProducer("register", 2 * a - 1, IF retry THEN Ranks ELSE {})
+    /\ net' = net \union Registrations(2 * a - 1, IF retry THEN Ranks ELSE {}, named)
     /\ open' = open \union {<<2 * a - 1, r>> : r \in IF retry THEN Ranks ELSE {}}
     /\ UNCHANGED <<back, met, flights, producer, spent>>
 
@@ -183,11 +194,19 @@ Drain(a, out) ==
     /\ net' = net \union ToProducer("cancel", load[a].cur, {r \in Ranks : out[r] = "open"})
     /\ mem' = mem
 
-End(a, st) ==
-    /\ load' = [load EXCEPT ![a] = Into(a, st, NewLoad.out)]
+EndWith(a, st, k) ==
+    /\ load' = [load EXCEPT ![a] = [Into(a, st, NewLoad.out) EXCEPT !.had = k]]
     /\ GiveBack(IF st = "received" THEN {} ELSE {a})
     /\ net' = Without({load[a].cur})
     /\ mem' = IF st = "received" THEN mem ELSE Empty
+
+EndTold(a) ==
+    /\ load' = [load EXCEPT ![a] = [Into(a, "finished", NewLoad.out) EXCEPT !.had = 0]]
+    /\ GiveBack({a})
+    /\ net' = Without({load[a].cur}) \union ToProducer("cancel", load[a].cur, Ranks)
+    /\ mem' = Empty
+
+End(a, st) == EndWith(a, st, load[a].had)
 
 \* (Of several attempts not the last one: what can follow from that is what follows from the first.)
 GiveUp(a) ==
@@ -210,7 +229,9 @@ HearDone(m) ==
     IN
     /\ m.kind = "done" /\ met # "none"
     /\ CASE load[a].st = "asking" ->
-               IF complete THEN End(a, IF same THEN "received" ELSE "failed")
+               IF complete /\ same
+               THEN EndWith(a, "received", IF "keep" \in Faults THEN m.k ELSE 0)
+               ELSE IF complete THEN End(a, "failed")
                ELSE Note([load[a] EXCEPT !.out = out, !.kv = kv, !.count = counted])
          [] load[a].st = "draining" ->     \* settled, too late to count
                IF Unsettled(a) \subseteq {m.r} THEN End(a, "failed")
@@ -225,7 +246,8 @@ HearFailed(m) ==
     IN
     /\ m.kind \in {"failed", "write_failed"} /\ met # "none" /\ Listening(a)
     /\ load[a].out[m.r] = "open"     \* else a duplicate, or the rank has forgotten that it is done
-    /\ IF last /\ m.kind = "write_failed" /\ load[a].st = "asking" /\ n = 2 * a - 1
+    /\ IF /\ last /\ m.kind = "write_failed" /\ load[a].st = "asking" /\ n = 2 * a - 1
+          /\ load[a].named = 0
        THEN \* the same blocks once more; nobody else is writing
             /\ load' = [load EXCEPT ![a].cur = n + 1]
             /\ open' = open \union {<<n + 1, m.r>>}
@@ -272,7 +294,9 @@ FenceEnds(a) ==
 
 RequestEnds(a) ==
     /\ load[a].st = "received"
-    /\ End(a, "finished")
+    /\ \/ End(a, "finished")
+       \/ /\ "keep" \in Faults     \* not preempted, but over: whoever keeps something is told
+          /\ EndTold(a)
     /\ UNCHANGED <<met, open, flights, producer, spent>>
 
 \* The side channel tells who the workers are now; the same as before, if there was no restart.
@@ -305,7 +329,7 @@ Prefilled(r, t) ==
            CASE p.st = "idle" -> [p EXCEPT !.st = "prefilled", !.k = k]
              [] p.st = "held" -> BeginWrite([p EXCEPT !.k = k])
              [] p.st = "failed" /\ p.k = 0 -> [p EXCEPT !.k = k]
-             [] p.st \in {"sent", "failed"} /\ p.k # 0 ->
+             [] p.st \in {"kept", "sent", "failed"} /\ p.k # 0 ->
                     [Settle(p, p.att) EXCEPT !.st = "prefilled", !.att = 0, !.k = k, !.failures = 0]
              [] p.st = "prefilled" -> [p EXCEPT !.st = "failed"]
              [] p.st \in {"transferring", "draining"} -> [p EXCEPT !.st = "draining"]]
@@ -334,21 +358,25 @@ TakeRegister(m) ==
         accepted == Accepted(a, r)
         failed == ToConsumer("failed", a, r, 0)
         Again == CASE p.st \in {"held", "transferring", "draining"} -> Is(p, accepted)
-                   [] p.st = "sent" -> Is(p, ToConsumer("done", a, r, p.k))
+                   [] p.st \in {"kept", "sent"} -> Is(p, ToConsumer("done", a, r, p.k))
                    [] p.st = "failed" -> Is(Settle(p, a), failed)
+        Late == Is(IF p.st = "idle" THEN p ELSE Settle(p, a), failed)
         Stale == Is(p, failed)
         Fresh == CASE p.st = "idle" -> Is([p EXCEPT !.st = "held", !.att = a], accepted)
                    [] p.st = "prefilled" -> Is(BeginWrite([p EXCEPT !.att = a]), accepted)
                    [] p.st = "failed" -> Is(Settle(p, a), failed)
         Anew == CASE p.st = "held" -> Is([Settle(p, p.att) EXCEPT !.att = a], accepted)
                   [] p.st = "transferring" -> Is([Settle(p, a) EXCEPT !.st = "draining"], failed)
-                  [] p.st \in {"draining", "sent", "failed"} -> Is(Settle(p, a), failed)
+                  [] p.st = "kept" /\ m.k # 0 ->
+                         Is(BeginWrite([Settle(p, p.att) EXCEPT !.att = a]), accepted)
+                  [] OTHER -> Is(Settle(p, a), failed)
         outdated == /\ a <= Max(floor[r], p.settled) \/ a < p.att
                     /\ Broken # "stale_register_accepted"
     IN
     /\ m.kind = "register" /\ r \in up
     /\ IF p.att = a THEN Again
        ELSE IF outdated THEN Stale
+       ELSE IF m.k # 0 /\ (p.att = 0 \/ m.k # p.k) /\ Broken # "any_prefill_again" THEN Late
        ELSE IF p.att = 0 THEN Fresh
        ELSE Anew
     /\ UNCHANGED <<consumer, flights, floor, prefills, up, spent>>
@@ -367,6 +395,8 @@ TakeCancel(m) ==
             /\ net' = net     \* "stopping"; `failed` comes when the last handle has ended
        ELSE /\ prod' = [prod EXCEPT ![r][t] =
                            IF asked /\ p.st \in {"idle", "held", "prefilled"} THEN Ended(p, a)
+                           ELSE IF asked /\ p.st = "kept"
+                           THEN [Settle(p, a) EXCEPT !.st = "sent"]
                            ELSE IF p.st = "idle" THEN p ELSE Settle(p, a)]
             /\ net' = net \union answer
     /\ UNCHANGED <<consumer, flights, floor, prefills, up, spent>>
@@ -380,7 +410,7 @@ TakeRenew(m) ==
     /\ net' = net \union
            IF p.att # a THEN ToConsumer("failed", a, r, 0)    \* alive, unknown
            ELSE CASE p.st \in {"held", "transferring", "draining"} -> Accepted(a, r)
-                  [] p.st = "sent" -> ToConsumer("done", a, r, p.k)
+                  [] p.st \in {"kept", "sent"} -> ToConsumer("done", a, r, p.k)
                   [] p.st = "failed" -> ToConsumer("failed", a, r, 0)
     /\ UNCHANGED <<consumer, flights, producer, spent>>
 
@@ -432,7 +462,9 @@ WriteEnds(r, t) ==
           /\ prod' = [prod EXCEPT ![r][t] = Ended(closed, p.att)]
           /\ net' = net \union failed
        \/ /\ p.st = "transferring" /\ ~p.bad /\ p.posted = Slices
-          /\ prod' = [prod EXCEPT ![r][t] = [closed EXCEPT !.st = "sent"]]
+          /\ \/ prod' = [prod EXCEPT ![r][t] = [closed EXCEPT !.st = "sent"]]
+             \/ /\ "keep" \in Faults     \* and no later write of it is tried a second time
+                /\ prod' = [prod EXCEPT ![r][t] = [closed EXCEPT !.st = "kept", !.failures = 1]]
           /\ net' = net \union ToConsumer("done", p.att, r, p.k)
     /\ UNCHANGED <<consumer, flights, floor, prefills, up, spent>>
 
@@ -443,9 +475,11 @@ Expires(r, t) ==
     LET p == prod[r][t] IN
     /\ "expire" \in Faults
     /\ r \in up
-    /\ p.st \in {"held", "prefilled", "transferring"}
+    /\ p.st \in {"held", "prefilled", "transferring", "kept"}
     /\ prod' = [prod EXCEPT ![r][t] =
-           IF p.st = "transferring" THEN [p EXCEPT !.st = "draining"] ELSE Ended(p, p.att)]
+           CASE p.st = "transferring" -> [p EXCEPT !.st = "draining"]
+             [] p.st = "kept" -> [p EXCEPT !.st = "sent"]
+             [] OTHER -> Ended(p, p.att)]
     /\ net' = net \union (IF p.st = "held" THEN ToConsumer("failed", p.att, r, 0) ELSE {})
     /\ UNCHANGED <<consumer, flights, floor, prefills, up, spent>>
 
@@ -471,6 +505,7 @@ DropsConsumer(r) ==
     /\ prod' = [prod EXCEPT ![r] = [t \in Transfers |->
            CASE prod[r][t].st = "held" -> [prod[r][t] EXCEPT !.st = "failed"]
              [] prod[r][t].st = "transferring" -> [prod[r][t] EXCEPT !.st = "draining"]
+             [] prod[r][t].st = "kept" -> [prod[r][t] EXCEPT !.st = "sent"]
              [] OTHER -> prod[r][t]]]
     /\ floor' = [floor EXCEPT ![r] = IF Broken = "floor_dropped" THEN 0 ELSE @]
     /\ UNCHANGED <<consumer, net, flights, prefills, up>>
@@ -522,7 +557,7 @@ Take(m) == TakeRegister(m) \/ TakeCancel(m) \/ TakeRenew(m)
 Next ==
     \/ \E a \in Loads :
            \/ GiveUp(a) \/ FenceEnds(a) \/ RequestEnds(a)
-           \/ \E t \in Transfers : Load(a, t)
+           \/ \E t \in Transfers, preempted \in BOOLEAN : Load(a, t, preempted)
            \/ \E r \in Ranks : Renew(a, r)
     \/ \E n \in Attempts, r \in Ranks : PermissionExpires(n, r)
     \/ LoseAny \/ LoseSilent \/ Meet \/ Restart
@@ -546,13 +581,14 @@ TypeOK ==
                               "finished", "elsewhere"}
            /\ load[a].xfer \in Transfers
            /\ \A r \in Ranks : load[a].out[r] \in {"open", "done", "failed", "lost"}
+           /\ {load[a].had, load[a].named} \subseteq 0..MaxPrefill
     /\ back \subseteq Loads
     /\ met \in {"current", "old", "none"}
     /\ open \subseteq Attempts \X Ranks
     /\ \A m \in net : m.kind \in Kinds
     /\ \A r \in Ranks, t \in Transfers :
-           /\ prod[r][t].st \in {"idle", "held", "prefilled", "transferring", "draining", "sent",
-                                 "failed"}
+           /\ prod[r][t].st \in {"idle", "held", "prefilled", "transferring", "draining", "kept",
+                                 "sent", "failed"}
            /\ prod[r][t].att \in {0} \union Attempts
            /\ Broken = "none" => prod[r][t].w = (prod[r][t].st \in {"transferring", "draining"})
 
@@ -569,7 +605,7 @@ S2 ==
                    ~(MayWrite(r, Xfer(n)) /\ p.att = n /\ p.posted < Slices)
 
 \* S3: source blocks are not given back while one of our writes may read them.  (Pinned are the
-\* blocks of a record that is prefilled, transferring or draining.)
+\* blocks of a record that is prefilled, transferring, draining or kept.)
 S3 ==
     \A s \in flights : s.own =>
         LET p == prod[s.r][Xfer(s.a)] IN
@@ -590,10 +626,10 @@ S5 ==
            load'[a].st = load[a].st \/ (load[a].st = "received" /\ load'[a].st = "finished")]_vars
 
 \* S6: a load that is reported received holds exactly the right bytes, and keeps them: all slices of
-\* all ranks, of one and the same prefill.
+\* all ranks, of one and the same prefill; of a preempted request, of the one that it had before.
 S6 ==
     \A a \in Loads : load[a].st = "received" =>
-        \E k \in 1..MaxPrefill : \A r \in Ranks, n \in 1..Slices :
+        \E k \in {n \in 1..MaxPrefill : load[a].named \in {0, n}} : \A r \in Ranks, n \in 1..Slices :
             mem[r][n] \in {<<2 * a - 1, k>>, <<2 * a, k>>}
 
 \* S7: nothing lands in a block of another transfer.
@@ -642,6 +678,7 @@ Received == <>(load[1].st = "received")
 NeverReceived == \A a \in Loads : load[a].st # "received"
 NeverReceivedInTheEnd == spent > 0 => load[MaxLoad].st # "received"
 NeverReceivedByRetry == \A a \in Loads : ~(load[a].st = "received" /\ load[a].cur = 2 * a)
+NeverReceivedAgain == \A a \in Loads : ~(load[a].st = "received" /\ load[a].named # 0)
 NeverWritingWhileFenced ==
     ~\E a \in Loads, r \in up : load[a].st = "fencing" /\ MayWrite(r, load[a].xfer)
 

@@ -2,6 +2,8 @@
 
 import inspect
 from importlib.metadata import entry_points
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -117,3 +119,24 @@ def test_a_method_takes_what_the_installed_vllm_passes(name: str) -> None:
 def test_sleep_mode_is_supported() -> None:
     config = KVTransferConfig(kv_connector=NAME, kv_role="kv_both")
     assert KVFlowConnector.supports_sleep_mode(config)
+
+
+@pytest.mark.parametrize(
+    ("extra", "use_mla", "asked"),
+    [
+        ({}, False, "LBHNC"),
+        ({"cache_layout": "BLHNC"}, False, "BLHNC"),
+        ({"cache_layout": ""}, False, None),
+        ({}, True, None),
+    ],
+)
+def test_the_cache_layout_that_is_asked_for(
+    extra: dict[str, str], use_mla: bool, asked: str | None
+) -> None:
+    transfer = KVTransferConfig(
+        kv_connector=NAME, kv_role="kv_both", kv_connector_extra_config=extra
+    )
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(use_mla=use_mla), kv_transfer_config=transfer
+    )
+    assert KVFlowConnector.get_required_kvcache_layout(config) == asked

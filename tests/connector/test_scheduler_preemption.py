@@ -55,7 +55,7 @@ def test_a_preempted_request_is_loaded_once_more_as_a_new_attempt_f9(half: Sched
     assert isinstance(again, ev.BlocksAllocated)
     assert (first.keep, first.again, again.keep, again.again) == (True, False, True, True)
     assert again.attempt == first.attempt + ATTEMPT_STRIDE
-    assert (again.blocks, again.skip, again.tokens) == (((12, 13, 14),), (2,), 5 * BLOCK)
+    assert (again.blocks, again.starts, again.tokens) == (((12, 13, 14),), (2 * BLOCK,), 5 * BLOCK)
 
 
 def test_it_is_asked_for_again_after_every_preemption_f9(half: SchedulerHalf) -> None:

@@ -16,7 +16,17 @@ import pytest
 SPECS = Path(__file__).resolve().parents[2] / "specs" / "tla"
 RUN_MAX_S = 280
 
-RIGHT = ("bystander", "ends", "good_day", "retry_anew", "retry_lost", "reuse", "slices")
+RIGHT = (
+    "bystander",
+    "ends",
+    "good_day",
+    "kept",
+    "kept_ends",
+    "retry_anew",
+    "retry_lost",
+    "reuse",
+    "slices",
+)
 
 WRONG = {
     "done_counted": "S6",
@@ -27,6 +37,7 @@ WRONG = {
     "prefills_mixed": "S6",
     "floor_dropped": "S7",
     "silent_rank_awaited": "L1",
+    "any_prefill_again": "S6",
 }
 """Mistake, and the invariant that must not hold with it."""
 
@@ -34,6 +45,7 @@ POSSIBLE = {
     "received": "NeverReceived",
     "received_after_a_fence": "NeverReceivedInTheEnd",
     "received_by_retry": "NeverReceivedByRetry",
+    "received_again": "NeverReceivedAgain",
     "writing_while_fenced": "NeverWritingWhileFenced",
 }
 """Things that the right model must be able to do, and the claim that it cannot."""
