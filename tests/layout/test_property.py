@@ -18,7 +18,7 @@ from kvflow.layout import Pairing, Runs, check_layers, check_sizes, owed, pair, 
 from .cases import Case, cases
 from .engines import Worker, heads_of, perform, place_of
 
-EXAMPLES = int(os.environ.get("KVFLOW_EXAMPLES", "300"))
+EXAMPLES = int(os.environ.get("KVFLOW_EXAMPLES", "200"))
 
 
 @dataclass
