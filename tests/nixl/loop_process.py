@@ -174,6 +174,7 @@ def regions_of(memory: np.ndarray) -> tuple[Region, ...]:
             block_bytes=BLOCK_BYTES,
             stride_bytes=stride,
             blocks=blocks,
+            tokens=BLOCK_TOKENS,
             memory="DRAM",
             device=0,
         )
