@@ -238,7 +238,7 @@ class Consumer:
             blocks=blocks,
             first=skips,
             producer=producer,
-            source=again.source if again and preempted else "",
+            sources=dict(again.sources) if again and preempted else {},
         )
         self.loads[load.request_id] = load
         self._scribble(blocks)
@@ -337,7 +337,7 @@ class Consumer:
         load.reason = load.reason or effect.reason or ""
         load.reported.add(node.agent)
         if effect.reason is None:
-            load.source = invariants.content_is_right(node, load)
+            invariants.content_is_right(node, load)
         if len(load.reported) < len(self.nodes):
             return
         if not load.reason:

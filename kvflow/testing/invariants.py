@@ -110,10 +110,10 @@ def load_is_awaited(load: "Load | None", node: "Node", request_id: RequestId) ->
     _check(awaited, "S5", f"{node.agent} reported {load}")
 
 
-def content_is_right(node: "Node", load: "Load") -> str:
+def content_is_right(node: "Node", load: "Load") -> None:
     """S6: every rank's part of every block, in order, from one and the same prefill.
 
-    Returns which one; a load that was preempted must have been loaded once more from that one.
+    It is noted which one: after a preemption it must be that one again.
     """
     sources = set()
     for group, ids in enumerate(load.blocks):
@@ -125,9 +125,9 @@ def content_is_right(node: "Node", load: "Load") -> str:
                 _check(got == wanted, "S6", f"block {block} of {load} holds {tag} from {rank}")
                 sources.add(tag.request_id if tag else None)
     _check(len(sources) <= 1, "S6", f"{load} is a mixture of prefills {sources}")
-    source = next(iter(sources), None) or load.source
-    _check(load.source in ("", source), "S6", f"{load} was loaded once more from {source}")
-    return source
+    for source in sources:
+        before = load.sources.setdefault(node.agent, source or "")
+        _check(source == before, "S6", f"{load} had the KV of {before}, and now has {source}'s")
 
 
 def what_is_kept_is_held(node: "Node", producer: "Producer") -> None:

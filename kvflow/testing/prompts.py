@@ -66,7 +66,8 @@ class Load:
     first     position of each group's first block.
     reported  the workers that have reported it; vLLM goes on when all have.
     producer  the one that it loads from, if its parameters name one.
-    source    the prefill whose KV it had, or will have once more.
+    sources   by worker: the prefill whose KV it had, or must have once more. It need not be the
+              same one for all (specs/decisions/0010-parts.md).
     """
 
     request_id: RequestId
@@ -80,7 +81,7 @@ class Load:
     aborted: bool = False
     reported: set[AgentName] = field(default_factory=set)
     producer: "Producer | None" = field(default=None, repr=False)
-    source: str = ""
+    sources: dict[AgentName, str] = field(default_factory=dict)
 
     @property
     def given_back(self) -> bool:
