@@ -12,14 +12,13 @@ was received) and vLLM's own count of prompt tokens by their source.
 
 import asyncio
 import random
-import re
-import time
-import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
+
+import pytest
 
 from kvflow.demo.engines import EnginePair, EngineSettings, kvflow_connector, wait_ready
 from kvflow.demo.families import FAMILIES
@@ -28,6 +27,8 @@ from kvflow.demo.report import Trial
 from kvflow.demo.requests import Client, Completion, Dispatch, Endpoints, Exchange
 from kvflow.demo.run import judged
 from kvflow.demo.traces import TRACE_SUFFIX
+
+from .metrics import Tokens, prompt_tokens, usage_after
 
 Prompt = tuple[int, ...]
 Result = TypeVar("Result")
@@ -125,22 +126,6 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
-    """Prompt tokens of one engine, by where their KV came from, says vLLM."""
-
-    computed: int
-    cached: int
-    received: int
-
-    def __sub__(self, other: "Tokens") -> "Tokens":
-        return Tokens(
-            computed=self.computed - other.computed,
-            cached=self.cached - other.cached,
-            received=self.received - other.received,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunningPair:
     """A pair that serves."""
 
@@ -206,10 +191,7 @@ class RunningPair:
     def assert_empty(self) -> None:
         """No block of either pool is in use, or soon none is."""
         for url in (self.producer_url, self.consumer_url):
-            until = time.monotonic() + EMPTY_WITHIN_S
-            while (usage := metric(url, "vllm:kv_cache_usage_perc")) and time.monotonic() < until:
-                time.sleep(0.05)
-            assert usage == 0, usage
+            assert usage_after(url, EMPTY_WITHIN_S) == 0, url
 
     def _with_client(self, work: Callable[[Client], Awaitable[Result]]) -> Result:
         async def run() -> Result:
@@ -246,8 +228,12 @@ def check_fresh_prompts(
 
 
 def check_shared_heads(pair: RunningPair, heads: Sequence[int], dispatch: Dispatch) -> None:
-    """Prompts that begin like one that was computed before: by the producer, the consumer, both."""
-    for warm in (("producer",), ("consumer",), ("producer", "consumer")):
+    """Prompts that begin like one that is in a cache: the producer's, the consumer's, both."""
+    sides = {"producer": pair.setup.producer, "consumer": pair.setup.consumer}
+    caching = [name for name, side in sides.items() if side.prefix_caching]
+    if not caching:
+        pytest.skip("neither side caches prefixes")
+    for warm in dict.fromkeys(((caching[0],), (caching[-1],), tuple(caching))):
         for tokens in heads:
             _check_shared_head(pair, tokens, warm, dispatch)
     pair.assert_empty()
@@ -276,26 +262,3 @@ def fresh_prompts(lengths: Sequence[int], seed: str) -> list[Prompt]:
     """Prompts of random bytes."""
     source = random.Random(seed)
     return [tuple(source.choices(PROMPT_TOKEN_IDS, k=length)) for length in lengths]
-
-
-# -- what vLLM says of itself ----------------------------------------------------------------------
-
-
-def prompt_tokens(url: str) -> Tokens:
-    """What an engine has counted so far."""
-    name = "vllm:prompt_tokens_by_source_total"
-    return Tokens(
-        computed=int(metric(url, name, 'source="local_compute"')),
-        cached=int(metric(url, name, 'source="local_cache_hit"')),
-        received=int(metric(url, name, 'source="external_kv_transfer"')),
-    )
-
-
-def metric(url: str, name: str, label: str = "") -> float:
-    """One Prometheus sample of an engine: of this name, with this label."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
-        text = response.read().decode()
-    pattern = rf"^{re.escape(name)}\{{[^}}]*{re.escape(label)}[^}}]*\}} (\S+)$"
-    found = re.search(pattern, text, re.MULTILINE)
-    assert found is not None, name
-    return float(found[1])

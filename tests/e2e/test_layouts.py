@@ -10,15 +10,8 @@ import pytest
 
 from kvflow.demo.requests import Dispatch
 
-from .pairs import (
-    RunningPair,
-    Setup,
-    Side,
-    check_fresh_prompts,
-    check_shared_heads,
-    metric,
-    running,
-)
+from .metrics import metric
+from .pairs import RunningPair, Setup, Side, check_fresh_prompts, check_shared_heads, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nixl, pytest.mark.timeout(420)]
 

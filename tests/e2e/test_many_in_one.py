@@ -10,7 +10,6 @@ vLLM refuses `n > 1` with greedy sampling; `top_k = 1` takes the same tokens.
 
 import asyncio
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,8 @@ from kvflow.demo.requests import (
 )
 from kvflow.demo.traces import TRACE_SUFFIX
 
-from .pairs import Prompt, fresh_prompts, metric
+from .metrics import usage_after
+from .pairs import Prompt, fresh_prompts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nixl, pytest.mark.timeout(180)]
 
@@ -94,11 +94,8 @@ def test_every_answer_is_right_or_the_request_is_refused(
 def test_afterwards_nothing_is_left_in_either_pool(
     engine_pair: EnginePair, endpoints: Endpoints
 ) -> None:
-    until = time.monotonic() + LEASE_S + 10.0
     for url in (endpoints.producer_url, endpoints.consumer_url):
-        while (usage := metric(url, "vllm:kv_cache_usage_perc")) and time.monotonic() < until:
-            time.sleep(0.1)
-        assert usage == 0, url
+        assert usage_after(url, LEASE_S + 10.0) == 0, url
     assert all(engine.is_running() for engine in engine_pair.engines)
 
 

@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import re
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +12,9 @@ from kvflow.demo.model import tiny_model
 from kvflow.demo.requests import Client, Dispatch, Endpoints, prompts
 from kvflow.demo.traces import TRACE_SUFFIX
 
-pytestmark = [pytest.mark.e2e, pytest.mark.nixl, pytest.mark.timeout(420)]
+from .metrics import usage_after
 
-QUIET_QUEUE = Path(__file__).parent / "quiet_queue"
-ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.e2e, pytest.mark.nixl, pytest.mark.timeout(420)]
 
 
 def received(directory: Path, name: str) -> int:
@@ -38,25 +34,6 @@ async def exchange(endpoints: Endpoints, prompt: tuple[int, ...], dispatch: Disp
         through = await client.disaggregated(prompt, dispatch=dispatch)
     assert (alone.error, through.error) == (None, None)
     assert through.decode.token_ids == alone.token_ids
-
-
-def kv_usage(url: str) -> float:
-    """The share of the engine's KV blocks that is in use."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
-        text = response.read().decode()
-    found = re.search(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", text, re.MULTILINE)
-    assert found is not None
-    return float(found[1])
-
-
-def waits_until_empty(url: str, limit_s: float) -> bool:
-    """Whether the engine's KV pool is empty before `limit_s` have passed."""
-    until = time.monotonic() + limit_s
-    while time.monotonic() < until:
-        if kv_usage(url) == 0:
-            return True
-        time.sleep(0.1)
-    return False
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +103,8 @@ def test_a_full_prefix_hit_gives_the_producers_blocks_back_at_once(
     prompt = prompts(1, shortest=256, longest=256, seed=4 + list(Dispatch).index(dispatch))[0]
     for _ in range(3):
         asyncio.run(exchange(endpoints, prompt, dispatch))
-    assert waits_until_empty(endpoints.producer_url, 10), "far less than the lease of 30 s"
-    assert waits_until_empty(endpoints.consumer_url, 10)
+    assert usage_after(endpoints.producer_url, 10) == 0, "far less than the lease of 30 s"
+    assert usage_after(endpoints.consumer_url, 10) == 0
 
 
 def test_a_partial_prefix_hit_moves_only_what_is_missing(
@@ -148,30 +125,3 @@ def test_a_partial_prefix_hit_moves_only_what_is_missing(
     ]
     per_block = max(moved) // 16
     assert min(moved[-6:]) <= 6 * per_block, "a hit of 5 blocks leaves one or few to move"
-
-
-def test_tensor_parallel_engines_push_rank_to_rank(tmp_path: Path) -> None:
-    producer, consumer = (
-        EngineSettings(
-            name=name,
-            model=tiny_model(),
-            log_path=tmp_path / f"{name}.log",
-            kv_transfer_config=kvflow_connector(f"kv_{name}"),
-            extra_env={
-                "KVFLOW_TRACE": str(tmp_path / f"{name}-%p{TRACE_SUFFIX}"),
-                "PYTHONPATH": f"{QUIET_QUEUE}:{ROOT}",
-            },
-            extra_args=(
-                *("--tensor-parallel-size", "2"),
-                *("--distributed-executor-backend", "mp"),
-            ),
-        )
-        for name in ("producer", "consumer")
-    )
-    with EnginePair(producer=producer, consumer=consumer) as pair:
-        wait_ready(pair.engines)
-        endpoints = Endpoints.of(pair.producer, pair.consumer)
-        for prompt in prompts(3, shortest=64, longest=512):
-            for dispatch in Dispatch:
-                asyncio.run(exchange(endpoints, prompt, dispatch))
-    assert received(tmp_path, "consumer") == 2 * 6, "each of two ranks receives its own part"

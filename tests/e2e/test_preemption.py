@@ -9,7 +9,8 @@ from kvflow.demo.requests import Client, Completion, Naming, decode_params, prom
 from kvflow.demo.traces import TRACE_SUFFIX
 from kvflow.testing.replay import replay
 
-from .trio import PRODUCER, RECOMPUTES, Prompt, Trio, kv_usage, note, until
+from .metrics import kv_usage
+from .trio import PRODUCER, RECOMPUTES, Prompt, Trio, note, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nixl, pytest.mark.timeout(420)]
 

@@ -7,10 +7,8 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import signal
 import time
-import urllib.request
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +36,8 @@ from kvflow.demo.requests import (
 from kvflow.demo.traces import TRACE_SUFFIX
 from kvflow.ids import Address, TransferId
 from kvflow.io import side_channel
+
+from .metrics import kv_usage
 
 PRODUCER, FAILS, RECOMPUTES = "producer", "fails", "recomputes"
 LEASE_S = 10.0
@@ -359,12 +359,3 @@ def starved_s(engine: Engine) -> float:
             ):
                 waited_s += int((comm.parent / "schedstat").read_text().split()[1]) / 1e9
     return waited_s
-
-
-def kv_usage(url: str) -> float:
-    """The share of the engine's KV blocks that is in use."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
-        text = response.read().decode()
-    found = re.search(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", text, re.MULTILINE)
-    assert found is not None
-    return float(found[1])
