@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from kvflow.demo.engines import Json
 from kvflow.demo.requests import Client, Completion, Dispatch, Naming, decode_params
 
 from .pairs import (
@@ -139,7 +140,7 @@ async def _kv_of(
     Without the last token, which the consumer computes again. It is read there while the request
     runs, since only then is it known which blocks are the request's.
     """
-    naming, before_last = Naming.by_transfer_id(), str(len(prompt) - 1)
+    naming = Naming.by_transfer_id()
     async with Client(pair.endpoints) as client:
         if dispatch is Dispatch.SEQUENTIAL:
             prefill = await client.prefill_leg(prompt, naming)
@@ -149,10 +150,10 @@ async def _kv_of(
         assert prefill.error is None
         (blocks,) = prefill.kv_transfer_params["remote_block_ids"]
         async with asyncio.timeout(READ_WITHIN_S):
-            while not (arrived := await _ask(pair.consumer_url, "kv_of_running", before_last)):
+            while not (arrived := await _ask(pair.consumer_url, "kv_of_running", list(prompt))):
                 assert not decode.done(), decode.result().error
         decode.cancel()  # vLLM aborts the request
-        kept = await _ask(pair.producer_url, "kv_of_blocks", json.dumps(blocks), before_last)
+        kept = await _ask(pair.producer_url, "kv_of_blocks", blocks, len(prompt) - 1)
     return kept, arrived
 
 
@@ -166,9 +167,9 @@ async def _long_decode(client: Client, prompt: Prompt, naming: Naming) -> Comple
     )
 
 
-async def _ask(url: str, method: str, *arguments: str) -> list[list[str]]:
+async def _ask(url: str, method: str, *arguments: Json) -> list[list[str]]:
     """Calls the reader in the first worker."""
-    body = {"method": method, "args": arguments}
+    body = {"method": method, "args": [json.dumps(argument) for argument in arguments]}
     async with (
         aiohttp.ClientSession() as session,
         session.post(f"{url}/collective_rpc", json=body) as response,

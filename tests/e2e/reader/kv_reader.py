@@ -14,12 +14,16 @@ class KVReader:
 
     model_runner: Any
 
-    def kv_of_running(self, tokens: str) -> list[list[str]]:
-        """Like `kv_of_blocks`, of the one request that runs; empty while there is none."""
-        running = list(self.model_runner.requests.values())
-        if len(running) != 1 or running[0].num_computed_tokens < int(tokens):
-            return []
-        return self.kv_of_blocks(json.dumps(running[0].block_ids[0]), tokens)
+    def kv_of_running(self, prompt: str) -> list[list[str]]:
+        """Like `kv_of_blocks`, of the request that runs with this prompt; empty without one.
+
+        The last token's bytes are left out.
+        """
+        wanted = json.loads(prompt)
+        for request in self.model_runner.requests.values():
+            if request.prompt_token_ids == wanted:
+                return self.kv_of_blocks(json.dumps(request.block_ids[0]), str(len(wanted) - 1))
+        return []
 
     def kv_of_blocks(self, blocks: str, tokens: str) -> list[list[str]]:
         """Per layer, one digest per block of the first so many tokens' bytes."""
