@@ -314,15 +314,18 @@ def test_a_loop_that_hangs_does_not_hang_close(
 ) -> None:
     monkeypatch.setattr("kvflow.io.transfer_loop._CLOSE_TIMEOUT_S", 0.1)
     stuck: list[bool] = [True]
+    hangs: list[bool] = []
 
     def look(driver: Driver) -> None:
+        hangs.append(True)
         wait_until(lambda: not stuck)
 
     stop = consumer.loop._thread.stop
     monkeypatch.setattr(consumer.loop._thread, "stop", lambda: stop(0.1))
-    monkeypatch.setattr(Driver, "look", look)
     consumer.start_prefill("t")
     consumer.comes_to("producer", "t", "allocated")
+    monkeypatch.setattr(Driver, "look", look)
+    wait_until(lambda: bool(hangs))
     closes(consumer)
     assert [what for what, _ in consumer.notes.failures] == ["close", "close"]
     stuck.clear()
