@@ -213,13 +213,15 @@ class Driver:
             raise RemoteProtocolError(f"introduces itself as {hello.agent}")
         if sender in self._remotes and sender in self.engine.records.workers:
             return
-        refusal, part, parts = None, 0, 1
+        refusal, part, parts, pairing = None, 0, 1, None
         try:
-            part, parts, self._pairings[sender] = self.identity.pairing(hello)
+            part, parts, pairing = self.identity.pairing(hello)
         except IncompatiblePeersError as error:
             refusal = str(error)
             self._observer.refused("peer", f"{sender}: {error}")
         self._add(sender, hello.metadata)
+        if pairing is not None:
+            self._pairings[sender] = pairing
         introduced = ev.PeerIntroduced(
             agent=sender,
             incarnation=Incarnation(hello.incarnation),

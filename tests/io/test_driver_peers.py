@@ -74,6 +74,7 @@ def test_a_bad_frame_is_refused_counted_and_survived(pair: Pair, kind: str) -> N
     assert [refused for refused, _ in pair.producer.notes.refusals] == ["frame"]
     assert str(pair.consumer.agent) in pair.producer.notes.refusals[0][1]
     assert not pair.producer.port.peers
+    assert not pair.producer.driver._pairings
     assert not pair.producer.driver.engine.records.workers
     pair.finish_prefill("t", SOURCE)
     pair.load("t", DESTINATION)
