@@ -377,6 +377,7 @@ def _blocks(order: PostWrite) -> list[GroupBlocks]:
             destination=np.asarray(destination, dtype=np.int64),
             start=start,
             tokens=order.tokens,
+            moved=order.moved,
         )
         for source, destination, start in zip(
             order.source, order.destination, order.starts, strict=True

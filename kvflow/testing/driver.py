@@ -13,14 +13,13 @@ from kvflow.core import Engine, Timings
 from kvflow.core import effects as ef
 from kvflow.core import events as ev
 from kvflow.core.ledger import Block
-from kvflow.ids import AgentName, Incarnation, PartId, Rank, TransferId
-from kvflow.testing import invariants
+from kvflow.ids import AgentName, Incarnation, PartId, Rank, TransferId, transfer_of
 from kvflow.testing.network import Frame, Hello
+from kvflow.testing.sizes import BLOCK_TOKENS, complete_blocks
 
 if TYPE_CHECKING:
     from kvflow.testing.world import World
 
-BLOCK_TOKENS = 16
 SLICE_BLOCKS = 2
 SLICES_AT_ONCE = 2
 RETRY_S = 0.05
@@ -220,14 +219,18 @@ class Node:
 
     def _post(self, effect: ef.PostWrite) -> None:
         assert effect.part not in self.writes, "one write per transfer at a time"
-        source = tuple(
-            ids[start // BLOCK_TOKENS :][: len(to)]
-            for ids, start, to in zip(effect.source, effect.starts, effect.destination, strict=True)
-        )
+        transfer_id = transfer_of(effect.part)
+        moved = complete_blocks(transfer_id, effect.moved)
+        stops = complete_blocks(transfer_id, effect.tokens)
+        source: list[Block] = []
+        destination: list[Block] = []
+        for group, start in enumerate(effect.starts):
+            skipped = start // BLOCK_TOKENS
+            for nth in range(max(skipped, moved[group]), stops[group]):
+                source.append((group, effect.source[group][nth]))
+                destination.append((group, effect.destination[group][nth - skipped]))
         self.writes[effect.part] = Write(
-            effect=effect,
-            source=invariants.flat(source),
-            destination=invariants.flat(effect.destination),
+            effect=effect, source=tuple(source), destination=tuple(destination)
         )
 
     def _stop(self, effect: ef.StopWrite) -> None:

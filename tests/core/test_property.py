@@ -51,6 +51,11 @@ class TwoEnginesAndMore(RuleBasedStateMachine):
         self.chaos.finish_prefill(pick)
 
     @precondition(lambda self: self.chaos.prefills("running"))
+    @rule(pick=PICK, tokens=st.sampled_from([8, 16, 40, 200]))
+    def advance_prefill(self, pick: int, tokens: int) -> None:
+        self.chaos.advance_prefill(pick, tokens)
+
+    @precondition(lambda self: self.chaos.prefills("running"))
     @rule(pick=PICK, repeat=st.booleans())
     def preempt_prefill(self, pick: int, repeat: bool) -> None:
         if repeat:
@@ -82,9 +87,11 @@ class TwoEnginesAndMore(RuleBasedStateMachine):
     ) -> None:
         self.chaos.allocate(who, where, pick, old, skip, surplus, named)
 
-    @rule(where=PICK, old=OLD, first=st.booleans(), then_s=MOMENTS)
-    def dispatch_both_legs(self, where: int, old: bool, first: bool, then_s: float) -> None:
-        self.chaos.dispatch_both_legs(where, old, first, then_s)
+    @rule(where=PICK, old=OLD, first=st.booleans(), then_s=MOMENTS, steps=st.integers(0, 2))
+    def dispatch_both_legs(
+        self, where: int, old: bool, first: bool, then_s: float, steps: int
+    ) -> None:
+        self.chaos.dispatch_both_legs(where, old, first, then_s, steps)
 
     @precondition(lambda self: self.chaos.loads("loading", "received"))
     @rule(pick=PICK)
