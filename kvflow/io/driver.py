@@ -12,7 +12,7 @@ event, a load or a prefill that vLLM waits for is reported as ended, and the oth
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
@@ -127,6 +127,10 @@ class Driver:
         return any(
             write.can_post(in_flight_max) and self._may_write(write) for write in self._writes
         )
+
+    def reads(self, requests: Iterable[RequestId]) -> bool:
+        """Whether some write may still read one of these prefills' blocks."""
+        return any(self.engine.ledger.reads(request) for request in requests)
 
     # -- turns -------------------------------------------------------------------------------------
 
