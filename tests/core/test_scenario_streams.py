@@ -314,7 +314,8 @@ def test_a_stretch_that_the_consumer_has_already_is_not_written() -> None:
     prefill = producer.begin(T)
     load = consumer.allocate(T, producer, skip=2)
     world.advance(0.01)
-    assert prefill and load
+    assert prefill
+    assert load
     compute(world, producer, prefill, 1)
     moved = [e for _, _, e in world.log if isinstance(e, ef.Moved) and e.key == T]
     assert "streaming" not in {each.dest for each in moved}
