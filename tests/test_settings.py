@@ -14,7 +14,7 @@ from kvflow.wire import messages as m
 
 TIMINGS = {field.name: field for field in dataclasses.fields(Timings)}
 OWN = {field.name: field for field in dataclasses.fields(Settings) if field.name != "timings"}
-WORDS = ("nixl_backends", "shared_key_file", "after_preemption", "cache_layout")
+WORDS = ("nixl_backends", "shared_key_file", "after_preemption", "cache_layout", "stream")
 NUMBERS = [*TIMINGS, *(name for name in OWN if name not in WORDS)]
 DEFAULTS = Settings()
 
@@ -197,6 +197,12 @@ def test_every_key_is_documented() -> None:
         assert holder.__doc__
         for key in keys:
             assert key in holder.__doc__
+
+
+@pytest.mark.parametrize("given", ["on", "off"])
+def test_streaming_is_on_or_off(given: str) -> None:
+    assert DEFAULTS.stream == "on"
+    assert parse({"stream": given}).stream == given
 
 
 @pytest.mark.parametrize("given", ["LBHNC", "BLHNC", ""])
