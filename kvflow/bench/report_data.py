@@ -63,6 +63,8 @@ class Point:
     producer_cpu_s: float
     consumer_cpu_s: float
     """Of the engine's whole process tree, in the window."""
+    others_cpu_s: float
+    """Of everything else on the machine but the client, in the window."""
     kv_bytes: float | None
     kv_descriptors: float | None
     """Per transfer (the KV of one request, over all ranks)."""

@@ -85,6 +85,7 @@ FIGURES: Mapping[str, Callable[[Point], float | None]] = {
     "producer_cpu_s": _per_request(lambda point: point.producer_cpu_s),
     "consumer_cpu_s": _per_request(lambda point: point.consumer_cpu_s),
     "cpu_s": _per_request(lambda point: point.producer_cpu_s + point.consumer_cpu_s),
+    "others_cores": lambda point: point.others_cpu_s / point.window_s if point.window_s else None,
     "kv_bytes": lambda point: point.kv_bytes,
     "kv_descriptors": lambda point: point.kv_descriptors,
 }

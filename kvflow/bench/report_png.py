@@ -1,6 +1,5 @@
 """A picture of a serving benchmark: TTFT and TPOT against the rate, a row for each length."""
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,13 @@ _DPI = 120
 
 def draw(rows: Sequence[Row], path: Path, *, title: str) -> None:
     """Writes the picture: medians as lines, the 90th percentiles as dots above them."""
-    # Imported here: matplotlib is an extra, and drawing without pyplot needs no display.
-    figures: Any = importlib.import_module("matplotlib.figure")
-    agg: Any = importlib.import_module("matplotlib.backends.backend_agg")
+    # Imported here: matplotlib is an extra. Without pyplot no display is needed.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     lengths = sorted({row.length for row in rows})
-    figure = figures.Figure(figsize=(11, 1.2 + 3.2 * len(lengths)), layout="constrained")
-    agg.FigureCanvasAgg(figure)
+    figure = Figure(figsize=(11, 1.2 + 3.2 * len(lengths)), layout="constrained")
+    FigureCanvasAgg(figure)
     axes = figure.subplots(len(lengths), len(_COLUMNS), squeeze=False, sharex=True)
     labels = list(dict.fromkeys(_label(row) for row in rows))
     for across, length in zip(axes, lengths, strict=True):
@@ -32,6 +32,7 @@ def draw(rows: Sequence[Row], path: Path, *, title: str) -> None:
             panel.grid(visible=True, alpha=0.3)
     for panel in axes[-1]:
         panel.set_xlabel("requests per second")
+        panel.set_xticks(sorted({row.rate for row in rows}))
     handles, names = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize=8)
     figure.suptitle(title, fontsize=10)

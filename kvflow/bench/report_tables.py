@@ -26,6 +26,7 @@ _FIGURE_COLUMNS: tuple[tuple[str, tuple[str, ...], Callable[[float], str]], ...]
     ),
     ("MB per\ntransfer", ("kv_bytes",), lambda v: f"{v / 1e6:.1f}"),
     ("descriptors\nper transfer", ("kv_descriptors",), lambda v: f"{v:,.0f}"),
+    ("others'\ncores", ("others_cores",), lambda v: f"{v:.1f}"),
 )
 
 _RATIO_COLUMNS: Mapping[str, str] = {

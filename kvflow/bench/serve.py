@@ -12,12 +12,12 @@ run early. After each pair, the results so far are written to `result.json` besi
 
 import asyncio
 import datetime
+import itertools
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -30,29 +30,22 @@ from kvflow.bench import (
     report_tables,
     serve_meters,
 )
-from kvflow.bench.report_data import Point, RequestRecord, Result, SetUp
-from kvflow.bench.serve_connectors import Connector, Legs, Origin, select
+from kvflow.bench.report_data import Point, Result, SetUp
+from kvflow.bench.serve_connectors import Connector, select
 from kvflow.bench.serve_engines import Plan
-from kvflow.bench.serve_load import Prompt, Tokens, alone, arrivals, prompts, run_load, send
+from kvflow.bench.serve_load import Load, Prompt, Tokens, alone, arrivals, prompts
 from kvflow.bench.serve_options import ServeOptions
+from kvflow.bench.serve_pair import PairFailedError, RunningPair, warm_up
 from kvflow.demo.engines import Engine, EngineFailedError, EnginePair, wait_ready_async
 from kvflow.demo.model import tiny_model
-from kvflow.demo.requests import Client, Dispatch, Endpoints
+from kvflow.demo.requests import Client, Endpoints
 from kvflow.demo.run import loading
 from kvflow.demo.signals import SignalledError, sigterm_as_exception, until_signalled
-from kvflow.demo.traces import read_journeys
-from kvflow.errors import KVFlowError
 
 REQUEST_TIMEOUT_S = 600.0
 READY_TIMEOUT_S = 1800.0
 """A large model is loaded and compiled in this time."""
-_SETTLE_S = 1.0
-"""After a point: what the engines still have to write is written."""
 _PAIR_START_GUESS_S = 60.0
-
-
-class PairFailedError(KVFlowError):
-    """A pair is up, but cannot be measured."""
 
 
 def serve(options: ServeOptions) -> int:
@@ -157,16 +150,19 @@ class _Run:
             endpoints = Endpoints.of(pair.producer, pair.consumer)
             async with Client(endpoints, timeout_s=REQUEST_TIMEOUT_S) as client:
                 await self._reference(client)
-                legs = await self._warm_up(client, connector)
-                for length in self._options.lengths:
-                    for rate in self._options.rates:
-                        for dispatch in connector.dispatches:
-                            point = await self._point(
-                                client, legs, pair, round_number, rate, length, dispatch
-                            )
-                            self._points.append(point)
-                            self._notes.print(f"  {_point_line(point)}")
-                            _assert_running(pair.engines)
+                legs = await warm_up(
+                    client,
+                    connector,
+                    self._options.lengths,
+                    seed=f"{self._options.seed} warm-up",
+                    tokens=self._options.output_tokens,
+                )
+                measured = RunningPair(engines=pair, client=client, legs=legs, round=round_number)
+                for load in self._loads(connector, round_number):
+                    point = await measured.point(load)
+                    self._points.append(point)
+                    self._notes.print(f"  {_point_line(point)}")
+                    _assert_running(pair.engines)
 
     async def _reference(self, client: Client) -> None:
         """What one engine makes of each prompt; once in a run, by the first pair's producer."""
@@ -181,82 +177,21 @@ class _Run:
                 raise PairFailedError(f"monolithic run: {answer.error}")
             self._expected[prompt] = answer.token_ids
 
-    async def _warm_up(self, client: Client, connector: Connector) -> Legs:
-        """One request per length and dispatch order: handshakes, and who the producer is."""
-        legs = Legs(connector=connector, endpoints=client.endpoints)
-        orders = dict.fromkeys((Dispatch.SEQUENTIAL, *connector.dispatches))
-        for length in self._options.lengths:
-            (prompt,) = prompts(1, length, f"{self._options.seed} warm-up")
-            for dispatch in orders:
-                sent = await send(
-                    client, legs, prompt, dispatch=dispatch, tokens=self._options.output_tokens
-                )
-                if sent.error is not None:
-                    raise PairFailedError(f"warm-up, {dispatch.value}: {sent.error}")
-                if dispatch is Dispatch.SEQUENTIAL:
-                    legs = legs.knowing(sent.prefill.kv_transfer_params)
-        return legs
-
-    async def _point(
-        self,
-        client: Client,
-        legs: Legs,
-        pair: EnginePair,
-        round_number: int,
-        rate: float,
-        length: int,
-        dispatch: Dispatch,
-    ) -> Point:
-        options, connector = self._options, legs.connector
-        seed = f"{options.seed} {round_number} {rate} {length}"
-        await asyncio.sleep(_SETTLE_S)
-        before = await _counters(pair)
-        cpu_s = [serve_meters.tree_cpu_s(engine.process.pid) for engine in pair.engines]
-        began = time.monotonic()
-        requests = await run_load(
-            client,
-            legs,
-            self._prompts[length],
-            arrivals(options.requests, rate, seed),
-            dispatch=dispatch,
-            expected=self._expected,
-            tokens=options.output_tokens,
-        )
-        window_s = time.monotonic() - began
-        producer_cpu_s, consumer_cpu_s = (
-            serve_meters.tree_cpu_s(engine.process.pid) - used_s
-            for engine, used_s in zip(pair.engines, cpu_s, strict=True)
-        )
-        await asyncio.sleep(_SETTLE_S)
-        after = await _counters(pair)
-        risen = {
-            side: serve_meters.risen(before[side], after[side]) for side in ("producer", "consumer")
-        }
-        if connector.origin is Origin.KVFLOW:
-            requests = _with_traces(requests, pair.producer.log_path.parent)
-        kv_bytes, kv_descriptors = moved(requests, risen)
-        computed = risen["consumer"].pop(serve_meters.COMPUTED, None)
-        return Point(
-            connector=connector.key,
-            name=connector.name,
-            origin=connector.origin.value,
-            dispatch=dispatch.value,
-            round=round_number,
-            rate=rate,
-            length=length,
-            window_s=window_s,
-            producer_cpu_s=producer_cpu_s,
-            consumer_cpu_s=consumer_cpu_s,
-            kv_bytes=kv_bytes,
-            kv_descriptors=kv_descriptors,
-            consumer_computed_tokens=None if computed is None else int(computed),
-            counters={
-                f"{side} {name}": value
-                for side, found in risen.items()
-                for name, value in found.items()
-            },
-            requests=tuple(requests),
-        )
+    def _loads(self, connector: Connector, round_number: int) -> Iterator[Load]:
+        """Every rate and length; each second round turns the dispatch orders round."""
+        options = self._options
+        orders = connector.dispatches if round_number % 2 else connector.dispatches[::-1]
+        for length, rate, dispatch in itertools.product(options.lengths, options.rates, orders):
+            seed = f"{options.seed} {round_number} {rate} {length}"
+            yield Load(
+                rate=rate,
+                length=length,
+                dispatch=dispatch,
+                prompts=self._prompts[length],
+                due=arrivals(options.requests, rate, seed),
+                expected=self._expected,
+                tokens=options.output_tokens,
+            )
 
     def _eta(self, done: int, total: int) -> str:
         if done:
@@ -293,47 +228,8 @@ class _Run:
         if self._options.json_path is not None:
             self._write(self._options.json_path)
         if self._options.png_path is not None and rows:
-            title = f"kvflow bench serve, {self._date}, medians of {self._options.repeats}"
+            title = f"kvflow bench serve, {self._date}, repeats: {self._options.repeats}"
             report_png.draw(rows, self._options.png_path, title=title)
-
-
-def moved(
-    requests: Sequence[RequestRecord], risen: dict[str, dict[str, float]]
-) -> tuple[float | None, float | None]:
-    """Bytes and descriptors per transfer: from the requests' traces, else from vLLM's counters.
-
-    A transfer is the KV of one request that was answered, over all ranks.
-    """
-    answered = [request for request in requests if request.error is None]
-    if not answered:
-        return None, None
-    traced = [request for request in answered if request.kv_bytes is not None]
-    if traced:
-        return (
-            sum(request.kv_bytes or 0 for request in traced) / len(traced),
-            sum(request.kv_descriptors or 0 for request in traced) / len(traced),
-        )
-    sums = [
-        sum(found.get(f"vllm:nixl_{what}_sum", 0.0) for found in risen.values())
-        for what in ("bytes_transferred", "num_descriptors")
-    ]
-    kv_bytes, descriptors = (each / len(answered) if each else None for each in sums)
-    return kv_bytes, descriptors
-
-
-def _with_traces(requests: Sequence[RequestRecord], directory: Path) -> list[RequestRecord]:
-    """With the bytes and runs that kvflow's traces have for them."""
-    journeys = read_journeys(directory)
-    return [
-        replace(request, kv_bytes=journey.kv_bytes(), kv_descriptors=journey.kv_runs())
-        if (journey := journeys.get(request.name)) is not None
-        else request
-        for request in requests
-    ]
-
-
-async def _counters(pair: EnginePair) -> dict[str, dict[str, float]]:
-    return {engine.name: await serve_meters.counters(engine.url) for engine in pair.engines}
 
 
 def _set_up(

@@ -101,29 +101,37 @@ async def send(
     return Sent(name=name, prefill=first, decode=second)
 
 
-async def run_load(
-    client: Client,
-    legs: Legs,
-    asked: Sequence[Prompt],
-    due: Sequence[float],
-    *,
-    dispatch: Dispatch,
-    expected: Mapping[Prompt, Tokens],
-    tokens: int,
-) -> list[RequestRecord]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What a pair is asked at one rate and length."""
+
+    rate: float
+    length: int
+    dispatch: Dispatch
+    prompts: tuple[Prompt, ...]
+    due: tuple[float, ...]
+    """Seconds since the beginning, one for each prompt."""
+    expected: Mapping[Prompt, Tokens]
+    """The tokens of the monolithic run."""
+    tokens: int
+    """Of each answer."""
+
+
+async def run_load(client: Client, legs: Legs, load: Load) -> list[RequestRecord]:
     """Sends each prompt when it is due, and waits for all answers."""
     began = time.monotonic()
 
     async def one(number: int, prompt: Prompt, at: float) -> RequestRecord:
         await asyncio.sleep(max(0.0, began + at - time.monotonic()))
         late_s = time.monotonic() - began - at
-        sent = await send(client, legs, prompt, dispatch=dispatch, tokens=tokens)
-        return record(number, sent, prompt, expected[prompt], arrival_s=at, late_s=late_s)
+        sent = await send(client, legs, prompt, dispatch=load.dispatch, tokens=load.tokens)
+        expected = load.expected[prompt]
+        return record(number, sent, prompt, expected, arrival_s=at, late_s=late_s)
 
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(one(number, prompt, at))
-            for number, (prompt, at) in enumerate(zip(asked, due, strict=True), start=1)
+            for number, (prompt, at) in enumerate(zip(load.prompts, load.due, strict=True), start=1)
         ]
     return [task.result() for task in tasks]
 

@@ -51,6 +51,13 @@ def tree_cpu_s(root: int, proc: Path = Path("/proc")) -> float:
     return sum(processes[pid].ticks for pid in tree) / os.sysconf("SC_CLK_TCK")
 
 
+def machine_cpu_s(proc: Path = Path("/proc")) -> float:
+    """Processor seconds that the whole machine was busy since it started."""
+    line = (proc / "stat").read_text(encoding="ascii").split("\n", 1)[0]
+    user, nice, system, _idle, _iowait, irq, softirq = map(int, line.split()[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
 def _read_process(path: Path) -> _Process | None:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
