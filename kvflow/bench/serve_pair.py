@@ -79,7 +79,7 @@ class RunningPair:
             window_s=window_s,
             producer_cpu_s=cpu_s["producer"],
             consumer_cpu_s=cpu_s["consumer"],
-            others_cpu_s=max(0.0, 2 * cpu_s["machine"] - sum(cpu_s.values())),
+            others_cpu_s=max(0.0, cpu_s.pop("machine") - sum(cpu_s.values())),
             kv_bytes=kv_bytes,
             kv_descriptors=kv_descriptors,
             consumer_computed_tokens=None if computed is None else int(computed),
