@@ -87,8 +87,10 @@ class SetUp:
     name: str
     round: int
     transfer_config: Mapping[str, Json]
+    asked: tuple[str, ...]
+    """What was to be changed when an engine started (see `kvflow.bench.peers`)."""
     steps: Mapping[str, tuple[str, ...]]
-    """By engine: what was changed when it started, read in its log (see `kvflow.bench.peers`)."""
+    """By engine: what its log says was changed."""
     arguments: tuple[str, ...]
     """Beyond those that every engine of the demo has."""
     ready_s: float

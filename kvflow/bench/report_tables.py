@@ -117,8 +117,10 @@ def set_up_lines(set_ups: Iterable[SetUp]) -> list[str]:
             if key in ("kv_connector", "kv_connector_extra_config") and value
         }
         shown = " ".join(f"{key}={value}" for key, value in config.items())
-        steps = dict.fromkeys(step for found in set_up.steps.values() for step in found)
-        changed = "; ".join(MEANINGS[step] for step in steps) or "nothing changed at start"
+        in_force = [s for s in set_up.asked if all(s in found for found in set_up.steps.values())]
+        changed = "; ".join(MEANINGS[step] for step in in_force) or "nothing changed at start"
+        for step in (step for step in set_up.asked if step not in in_force):
+            changed += f"; ASKED FOR, AND NOT IN FORCE: {step}"
         if set_up.arguments:
             changed += "; " + " ".join(set_up.arguments)
         lines.append(f"{set_up.name}: {shown}; {changed}")

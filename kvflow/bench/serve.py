@@ -12,12 +12,11 @@ run early. After each pair, the results so far are written to `result.json` besi
 
 import asyncio
 import datetime
-import itertools
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -33,7 +32,7 @@ from kvflow.bench import (
 from kvflow.bench.report_data import Point, Result, SetUp
 from kvflow.bench.serve_connectors import Connector, select
 from kvflow.bench.serve_engines import Plan
-from kvflow.bench.serve_load import Load, Prompt, Tokens, alone, arrivals, prompts
+from kvflow.bench.serve_load import Prompt, Tokens, alone, loads, prompts
 from kvflow.bench.serve_options import ServeOptions
 from kvflow.bench.serve_pair import PairFailedError, RunningPair, warm_up
 from kvflow.demo.engines import Engine, EngineFailedError, EnginePair, wait_ready_async
@@ -158,7 +157,9 @@ class _Run:
                     tokens=self._options.output_tokens,
                 )
                 measured = RunningPair(engines=pair, client=client, legs=legs, round=round_number)
-                for load in self._loads(connector, round_number):
+                for load in loads(
+                    self._options, connector, round_number, self._prompts, self._expected
+                ):
                     point = await measured.point(load)
                     self._points.append(point)
                     self._notes.print(f"  {_point_line(point)}")
@@ -176,22 +177,6 @@ class _Run:
             if answer.error is not None:
                 raise PairFailedError(f"monolithic run: {answer.error}")
             self._expected[prompt] = answer.token_ids
-
-    def _loads(self, connector: Connector, round_number: int) -> Iterator[Load]:
-        """Every rate and length; each second round turns the dispatch orders round."""
-        options = self._options
-        orders = connector.dispatches if round_number % 2 else connector.dispatches[::-1]
-        for length, rate, dispatch in itertools.product(options.lengths, options.rates, orders):
-            seed = f"{options.seed} {round_number} {rate} {length}"
-            yield Load(
-                rate=rate,
-                length=length,
-                dispatch=dispatch,
-                prompts=self._prompts[length],
-                due=arrivals(options.requests, rate, seed),
-                expected=self._expected,
-                tokens=options.output_tokens,
-            )
 
     def _eta(self, done: int, total: int) -> str:
         if done:
@@ -240,6 +225,7 @@ def _set_up(
         name=connector.name,
         round=round_number,
         transfer_config=connector.transfer_config("kv_producer"),
+        asked=plan.steps(connector),
         steps={engine.name: peers.in_force(engine.log_path) for engine in pair.engines},
         arguments=plan.arguments(),
         ready_s=ready_s,

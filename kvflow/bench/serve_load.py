@@ -7,15 +7,17 @@ only once. A request is sent when it is due, whether or not earlier ones have be
 """
 
 import asyncio
+import itertools
 import random
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvflow.bench.report_data import RequestRecord
-from kvflow.bench.serve_connectors import Legs
+from kvflow.bench.serve_connectors import Connector, Legs
+from kvflow.bench.serve_options import ServeOptions
 from kvflow.demo.model import PROMPT_TOKEN_IDS
 from kvflow.demo.requests import Client, Completion, Dispatch
 
@@ -115,6 +117,31 @@ class Load:
     """The tokens of the monolithic run."""
     tokens: int
     """Of each answer."""
+
+
+def loads(
+    options: ServeOptions,
+    connector: Connector,
+    round_number: int,
+    asked: Mapping[int, tuple[Prompt, ...]],
+    expected: Mapping[Prompt, Tokens],
+) -> Iterator[Load]:
+    """A pair's loads in one round, `asked` by length.
+
+    Each second round turns the dispatch orders round: none always meets the colder pair.
+    """
+    orders = connector.dispatches if round_number % 2 else connector.dispatches[::-1]
+    for length, rate, dispatch in itertools.product(options.lengths, options.rates, orders):
+        seed = f"{options.seed} {round_number} {rate} {length}"
+        yield Load(
+            rate=rate,
+            length=length,
+            dispatch=dispatch,
+            prompts=asked[length],
+            due=arrivals(options.requests, rate, seed),
+            expected=expected,
+            tokens=options.output_tokens,
+        )
 
 
 async def run_load(client: Client, legs: Legs, load: Load) -> list[RequestRecord]:

@@ -85,7 +85,11 @@ def result(points: Sequence[Point] = POINTS, problems: Sequence[str] = ()) -> Re
                 name="upstream pull",
                 round=1,
                 transfer_config={"kv_connector": "NixlConnector", "kv_role": "kv_producer"},
-                steps={"producer": ("no-pinning",), "consumer": ("no-pinning",)},
+                asked=("no-progress-thread", "no-pinning"),
+                steps={
+                    "producer": ("no-progress-thread", "no-pinning"),
+                    "consumer": ("no-pinning",),
+                },
                 arguments=("--max-num-batched-tokens", "512"),
                 ready_s=30.0,
             ),

@@ -134,7 +134,10 @@ def test_the_tables_show_figures_ratios_set_ups_and_what_was_left_out() -> None:
     assert "512 2 kvflow push, concurrent upstream pull, sequential 0.38 0.44 0.38 0.38 1.00" in (
         lines
     ), text
-    assert any("the worker's main thread is not pinned" in line for line in lines)
+    assert lines[0] == (
+        "upstream pull: kv_connector=NixlConnector; the worker's main thread is not pinned to the "
+        "last core; ASKED FOR, AND NOT IN FORCE: no-progress-thread; --max-num-batched-tokens 512"
+    )
     assert "kvflow pull: this version has no setting `mode`; left out" in lines
     assert "upstream pull, round 2: an engine died" in lines
 
@@ -155,7 +158,7 @@ def test_the_json_has_everything_and_is_written_whole(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
     assert (read["version"], read["kind"], read["ok"]) == (1, "serve", True)
     assert read["points"][0]["requests"][4]["ttft_ms"] == 50
-    assert read["set_ups"][0]["steps"]["producer"] == ["no-pinning"]
+    assert read["set_ups"][0]["steps"]["consumer"] == ["no-pinning"]
     assert read["summary"][0]["figures"]["ttft_ms_p50"] == pytest.approx(65)
     assert read["ratios"][0]["figures"]["ttft_ms_p50"] == pytest.approx(0.375)
 

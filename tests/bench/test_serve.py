@@ -1,16 +1,26 @@
 """How a run is planned: the order of the pairs, and the engines' settings on either kind of
 machine."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvflow import settings
 from kvflow.bench import peers
-from kvflow.bench.serve import rounds
-from kvflow.bench.serve_connectors import CONNECTORS, PUSH, UPSTREAM_PULL, UPSTREAM_PUSH
+from kvflow.bench.serve import rounds, serve
+from kvflow.bench.serve_connectors import (
+    CONNECTORS,
+    PUSH,
+    UPSTREAM_PULL,
+    UPSTREAM_PUSH,
+    Connector,
+)
 from kvflow.bench.serve_engines import Plan
+from kvflow.bench.serve_load import Load, loads, prompts
 from kvflow.bench.serve_options import ServeOptions
+from kvflow.errors import ConfigurationError
 
 OPTIONS = ServeOptions(
     connectors=("kvflow-push",), rates=(1.0,), lengths=(512, 2048), requests=2, repeats=1
@@ -29,6 +39,41 @@ def test_each_round_begins_one_connector_later() -> None:
     assert keys[0:3] == ["streamed", "push", "pull"]
     assert keys[3:6] == ["push", "pull", "streamed"]
     assert keys[9:12] == keys[0:3]
+
+
+def test_every_connector_meets_the_same_loads() -> None:
+    options = replace(OPTIONS, rates=(1.0, 2.0), requests=3)
+    asked = {length: prompts(3, length, "1") for length in options.lengths}
+
+    def made(connector: Connector, number: int) -> list[Load]:
+        return list(loads(options, connector, number, asked, {}))
+
+    pull, push = made(UPSTREAM_PULL, 1), made(UPSTREAM_PUSH, 1)
+    assert [(load.length, load.rate) for load in pull] == [
+        *((512, 1.0), (512, 2.0)),
+        *((2048, 1.0), (2048, 2.0)),
+    ]
+    assert [replace(load, dispatch=pull[0].dispatch) for load in push[::2]] == pull
+    assert push[0].dispatch is not push[1].dispatch
+    assert made(UPSTREAM_PUSH, 2)[0].dispatch is push[1].dispatch
+    assert made(UPSTREAM_PULL, 2)[0].due != pull[0].due
+    assert pull[0].due != pull[1].due
+
+
+def test_a_run_without_any_connector_ends_with_one_and_starts_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def parse(extra_config: Mapping[str, object]) -> None:
+        raise ConfigurationError(next(iter(extra_config)), None, "one of the keys a, b")
+
+    monkeypatch.setattr(settings, "parse", parse)
+    out = tmp_path / "out"
+    assert serve(replace(OPTIONS, connectors=("kvflow-pull",), out=out)) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "kvflow pull: this version has no setting `mode`; left out",
+        "no connector is left to measure",
+    ]
+    assert not out.exists()
 
 
 def test_on_a_cpu_upstreams_engines_are_made_even_and_kvflows_write_traces(
