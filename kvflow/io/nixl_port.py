@@ -185,7 +185,7 @@ class NixlPort:
             )
             transfer = agent.initialize_xfer("WRITE", source, destination, name)
             try:
-                said = agent.transfer(transfer)
+                said = self._start(transfer)
             except self._errors:
                 transfer.release()
                 raise
@@ -228,6 +228,11 @@ class NixlPort:
             self.deregister()
         finally:
             self._agent = None
+
+    def _start(self, transfer: Any) -> str:
+        """Start a request; inside one machine, NIXL copies the bytes in here."""
+        said: str = self._open_agent().transfer(transfer)
+        return said
 
     def _advance(self, post: _Post, said: str) -> None:
         """Move a pending write on by what NIXL said of it: DONE, PROC or ERR."""
