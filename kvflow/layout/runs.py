@@ -57,8 +57,9 @@ def merged(source: Int64s, destination: Int64s, length: Int64s) -> Columns:
 
     The runs' sources do not overlap, so whatever can be joined lies side by side once sorted.
     """
-    order = np.argsort(source, kind="stable")
-    source, destination, length = source[order], destination[order], length[order]
+    if (source[1:] < source[:-1]).any():
+        order = np.argsort(source, kind="stable")
+        source, destination, length = source[order], destination[order], length[order]
     ends = source[:-1] + length[:-1], destination[:-1] + length[:-1]
     begins = np.ones(len(source), dtype=np.bool_)
     begins[1:] = (ends[0] != source[1:]) | (ends[1] != destination[1:])
