@@ -23,10 +23,10 @@ NAMES_AVOIDED = ("utils", "helpers", "manager")
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 # Packages that only some files may import at all.
 GUARDED = {
-    "nixl": ("kvflow/io/nixl_port.py",),
+    "nixl": ("kvflow/io/nixl_port.py", "kvflow/bench/transfer_ways.py"),
     "nixl_cu12": (),
     "nixl_cu13": (),
-    "vllm": ("kvflow/connector/",),
+    "vllm": ("kvflow/connector/", "kvflow/bench/core_hooks.py"),
     "torch": ("kvflow/connector/", "kvflow/demo/model.py"),
 }
 HEAVY = {"vllm", "torch", "nixl", "nixl_cu12", "asyncio", "logging"}
@@ -68,6 +68,13 @@ LAYERS = {
             {"io", "core", "layout", "observe", "settings", "ids", "errors", "connector"}
         ),
         others=frozenset({"numpy", "msgspec", "structlog", "torch", "vllm"}),
+    ),
+    "bench": Layer(
+        own=frozenset(
+            "bench connector core demo errors ids io layout observe planning settings testing wire".split()
+        ),
+        others=frozenset({"numpy", "msgspec", "typer"}),
+        lazily=frozenset({"nixl", "vllm"}),
     ),
 }
 

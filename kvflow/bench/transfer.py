@@ -1,20 +1,22 @@
 """`kvflow bench transfer`: one prefill's KV from one process to another, without engines.
 
-The four ways of `Measured` move the same blocks between the same two processes, one after the other
+The ways of `WAYS` move the same blocks between the same two processes, one after the other
 in every round, so whatever else the machine does hits all of them alike. Only ratios within a case
 mean anything.
 """
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvflow.bench.transfer_cases import Case
-from kvflow.bench.transfer_engine import BenchEngine, LedEngine, patient
+from kvflow.bench.transfer_engine import BenchEngine, LedEngine, Span, patient
 from kvflow.bench.transfer_ways import Agent, Bare, Prepared, Times, copy
 from kvflow.errors import TransportError
+from kvflow.layout import GroupBlocks, pair
 
 KVFLOW, PREPARED, BARE, COPY = "kvflow", "prepared lists", "bare agent", "memory copy"
 WAYS = (KVFLOW, PREPARED, BARE, COPY)
@@ -33,20 +35,23 @@ class Measured:
     posts: int
     times: dict[str, list[Times]]
 
-    def median_s(self, way: str, part: str = "total") -> float:
+    def median_s(self, way: str, part: str = "calls") -> float:
         """`part` as in `Times`."""
-        return statistics.median(getattr(each, part) for each in self.times[way])
+        return statistics.median(self._of(way, part))
 
-    def best_s(self, way: str, part: str = "total") -> float:
-        return min(getattr(each, part) for each in self.times[way])
+    def best_s(self, way: str, part: str = "calls") -> float:
+        return min(self._of(way, part))
 
-    def ratio(self, way: str, part: str = "total") -> float:
+    def _of(self, way: str, part: str) -> list[float]:
+        return [float(getattr(each, part)) for each in self.times[way]]
+
+    def ratio(self, way: str, part: str = "calls") -> float:
         """kvflow's median to another way's."""
         return self.median_s(KVFLOW, part) / self.median_s(way, part)
 
     def gbytes_per_s(self, way: str) -> float:
-        """From the first moment of planning to the last byte, by the median."""
-        return self.case.bytes / self.median_s(way) / 1e9
+        """By the median of planning and posting until all is written."""
+        return self.case.bytes / self.median_s(way, "calls") / 1e9
 
 
 class Pair:
@@ -76,18 +81,33 @@ class Pair:
         peer = self.agent.meet(bytes.fromhex(answer["metadata"]))
         regions = self.producer.regions, case.regions(answer["address"])
         prepared = Prepared(self.agent, peer, *regions)
+        pairing = pair(*regions, range)
         bare = Bare(self.agent, peer, *regions, case)
-        source, destination = (ids.tolist() for ids in case.ids())
-        spans: list[tuple[int, int]] = []
+        ids = tuple(tuple(side.tolist()) for side in case.ids())
+        spans: list[Span] = []
 
         def kvflow() -> Times:
-            times, runs, posts = self._write(case, tuple(source))
-            spans.append((runs, posts))
-            return times
+            start = time.perf_counter()
+            group = GroupBlocks(
+                source=np.asarray(ids[0], dtype=np.int64),
+                destination=np.asarray(ids[1], dtype=np.int64),
+                start=0,
+                tokens=case.tokens,
+            )
+            pairing.plan([group])
+            plan_s = time.perf_counter() - start
+            until_posted_s, span = self._write(case, ids[0])
+            spans.append(span)
+            return Times(
+                plan=plan_s,
+                post=span.ended - span.begun - span.copying_s,
+                copy=span.copying_s,
+                hand_over=until_posted_s - plan_s,
+            )
 
         ways: dict[str, Callable[[], Times]] = {
             KVFLOW: kvflow,
-            PREPARED: lambda: prepared.write(source, destination),
+            PREPARED: lambda: prepared.write(*ids),
             BARE: bare.write,
             COPY: lambda: copy(self._copied, self.producer.memory, case.bytes),
         }
@@ -103,11 +123,10 @@ class Pair:
                 times[name].append(ways[name]())
         prepared.close()
         self.agent.api.remove_remote_agent(peer)
-        runs, posts = spans[-1]
-        return Measured(case=case, runs=runs, posts=posts, times=times)
+        return Measured(case=case, runs=spans[-1].runs, posts=spans[-1].posts, times=times)
 
-    def _write(self, case: Case, source: tuple[int, ...]) -> tuple[Times, int, int]:
-        """One transfer of kvflow's, from the end of the prefill to the last byte."""
+    def _write(self, case: Case, source: tuple[int, ...]) -> tuple[float, Span]:
+        """One transfer of kvflow's: seconds from the prefill's end to the first post, and on."""
         assert self.consumer is not None
         self._transfers += 1
         name = f"transfer-{self._transfers}"
@@ -117,12 +136,7 @@ class Pair:
         reason = self.consumer.ask("outcome", case)["reason"]
         if reason is not None:
             raise TransportError(f"{name} has failed: {reason}")
-        times = Times(
-            plan=span.begun - start,
-            post=span.ended - span.begun - span.copying_s,
-            copy=span.copying_s,
-        )
-        return times, span.runs, span.posts
+        return span.begun - start, span
 
     def close(self) -> None:
         if self.consumer is not None:

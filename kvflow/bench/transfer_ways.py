@@ -21,20 +21,33 @@ from kvflow.layout import Int64s, Region, Runs, pair
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Seconds of one transfer: planning, posting without the copying, copying, and all of it."""
+    """Seconds of one transfer.
+
+    plan      from block ids to what the library is given.
+    post      making requests, starting, polling and releasing them, without the copying.
+    copy      moving bytes, inside the library.
+    hand_over kvflow's only: from the end of the prefill, as vLLM's thread tells it, to the loop
+              thread's first post: waking up, state machine, first slice; without `plan`.
+    """
 
     plan: float
     post: float
     copy: float
+    hand_over: float = 0.0
+
+    @property
+    def calls(self) -> float:
+        """Planning and posting until all is written: what all ways do."""
+        return self.plan + self.post + self.copy
 
     @property
     def work(self) -> float:
-        """Everything but the moving of bytes."""
+        """The same but for the moving of bytes."""
         return self.plan + self.post
 
     @property
     def total(self) -> float:
-        return self.plan + self.post + self.copy
+        return self.calls + self.hand_over
 
 
 class Agent:
@@ -83,7 +96,7 @@ class Prepared:
             api.prep_xfer_dlist(peer, other),
         )
 
-    def write(self, source: list[int], destination: list[int]) -> Times:
+    def write(self, source: Sequence[int], destination: Sequence[int]) -> Times:
         """Write blocks `source` to blocks `destination`, in all layers."""
         start = time.perf_counter()
         indices, others = (self._indices(ids) for ids in (source, destination))
@@ -99,7 +112,7 @@ class Prepared:
             plan=planned - start, post=(made - planned) + (ended - copied), copy=copied - made
         )
 
-    def _indices(self, ids: list[int]) -> Int64s:
+    def _indices(self, ids: Sequence[int]) -> Int64s:
         indices: Int64s = (self._offsets + np.asarray(ids, dtype=np.int32)[None, :]).ravel()
         return indices
 
@@ -130,9 +143,7 @@ class Bare:
 
     def write(self) -> Times:
         start = time.perf_counter()
-        source, destination = (
-            self._agent.api.get_xfer_descs(rows, "DRAM") for rows in self._rows
-        )
+        source, destination = (self._agent.api.get_xfer_descs(rows, "DRAM") for rows in self._rows)
         transfer = self._agent.api.initialize_xfer("WRITE", source, destination, self._peer)
         made = time.perf_counter()
         self._agent.written(transfer)
