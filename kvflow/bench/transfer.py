@@ -98,6 +98,7 @@ class Pair:
             plan_s = time.perf_counter() - start
             until_posted_s, span = self._write(case, ids[0])
             spans.append(span)
+            self._ask_for(case)
             return Times(
                 plan=plan_s,
                 post=span.ended - span.begun - span.copying_s,
@@ -112,6 +113,7 @@ class Pair:
             COPY: lambda: copy(self._copied, self.producer.memory, case.bytes),
         }
         wanted = self.producer.checksum(case, case.ids()[0])
+        self._ask_for(case)
         for name in (KVFLOW, PREPARED, BARE):
             self.consumer.ask("clear", case)
             ways[name]()
@@ -125,17 +127,21 @@ class Pair:
         self.agent.api.remove_remote_agent(peer)
         return Measured(case=case, runs=spans[-1].runs, posts=spans[-1].posts, times=times)
 
-    def _write(self, case: Case, source: tuple[int, ...]) -> tuple[float, Span]:
-        """One transfer of kvflow's: seconds from the prefill's end to the first post, and on."""
+    def _ask_for(self, case: Case) -> None:
+        """Have the consumer wait for a transfer, as it does while any of the ways is measured."""
         assert self.consumer is not None
         self._transfers += 1
-        name = f"transfer-{self._transfers}"
-        address = self.producer.address
-        self.consumer.ask("load", case, transfer=name, address=address)
-        start, span = self.producer.write(name, source, case.tokens)
+        transfer = f"transfer-{self._transfers}"
+        self.consumer.ask("load", case, transfer=transfer, address=self.producer.address)
+
+    def _write(self, case: Case, source: tuple[int, ...]) -> tuple[float, Span]:
+        """The transfer that is waited for: seconds from its prefill's end to the first post."""
+        assert self.consumer is not None
+        transfer = f"transfer-{self._transfers}"
+        start, span = self.producer.write(transfer, source, case.tokens)
         reason = self.consumer.ask("outcome", case)["reason"]
         if reason is not None:
-            raise TransportError(f"{name} has failed: {reason}")
+            raise TransportError(f"{transfer} has failed: {reason}")
         return span.begun - start, span
 
     def close(self) -> None:
