@@ -71,7 +71,7 @@ LAYERS = {
     ),
     "bench": Layer(
         own=frozenset(
-            "bench connector core demo errors ids io layout observe planning settings testing wire".split()
+            {"connector", "core", "io", "layout", "planning", "settings", "ids", "errors", "bench"}
         ),
         others=frozenset({"numpy", "msgspec", "typer"}),
         lazily=frozenset({"nixl", "vllm"}),

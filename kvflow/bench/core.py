@@ -186,9 +186,7 @@ class ConsumerSide:
     def abort(self, number: int) -> Iterable[ev.Event]:
         yield ev.LoadAborted(request_id=_request(number))
         yield _from_peer(
-            Failed(
-                transfer_id=_transfer(number), attempt=_attempt(number), reason=Reason.CANCELLED
-            )
+            Failed(transfer_id=_transfer(number), attempt=_attempt(number), reason=Reason.CANCELLED)
         )
 
     def renewals(self, live: Sequence[int], now: float) -> Iterable[ev.Event]:
@@ -292,7 +290,7 @@ def memory(make: Callable[[Timings], Side], live: int) -> Memory:
             return traced.bytes() / live
 
     return Memory(
-        side=make.name,  # type: ignore[attr-defined]
+        side=make(Timings()).name,
         live=live,
         bytes=held(BLOCKS),
         bytes_without_ids=held(1),
@@ -302,10 +300,12 @@ def memory(make: Callable[[Timings], Side], live: int) -> Memory:
 def soak(make: Callable[[Timings], Side], transfers: int, live: int = 16) -> Soak:
     """Transfers come and go, every third is aborted, time passes; then all is forgotten.
 
-    One per 100 ms, so that ended ones are forgotten while others come.
+    They take four times as long as ended ones are remembered, so half-way as many are forgotten as
+    come.
     """
     watched = Watched(make)
     side = watched.side
+    step_s = 4 * watched.timings.tombstone_s / transfers
     under_way: deque[int] = deque()
     aborted = halfway = 0
     with _Traced() as traced:
@@ -316,7 +316,7 @@ def soak(make: Callable[[Timings], Side], transfers: int, live: int = 16) -> Soa
                 oldest = under_way.popleft()
                 watched.take(side.end(oldest) if oldest % 3 else side.abort(oldest))
                 aborted += not oldest % 3
-            watched.wait(0.1)
+            watched.wait(step_s)
             watched.take(side.renewals(under_way, watched.now))
             if number == transfers // 2:
                 halfway = traced.bytes()
