@@ -1,7 +1,7 @@
 """`kvflow bench transfer`: one prefill's KV from one process to another, without engines.
 
 The ways of `WAYS` move the same blocks between the same two processes, one after the other
-in every round, so whatever else the machine does hits all of them alike. Only ratios within a case
+in every round, while the consumer waits for them, so whatever else the machine does hits all of them alike. Only ratios within a case
 mean anything.
 """
 
@@ -98,7 +98,6 @@ class Pair:
             plan_s = time.perf_counter() - start
             until_posted_s, span = self._write(case, ids[0])
             spans.append(span)
-            self._ask_for(case)
             return Times(
                 plan=plan_s,
                 post=span.ended - span.begun - span.copying_s,
@@ -113,19 +112,25 @@ class Pair:
             COPY: lambda: copy(self._copied, self.producer.memory, case.bytes),
         }
         wanted = self.producer.checksum(case, case.ids()[0])
-        self._ask_for(case)
-        for name in (KVFLOW, PREPARED, BARE):
-            self.consumer.ask("clear", case)
-            ways[name]()
-            if self.consumer.ask("checksum", case)["checksum"] != wanted:
-                raise TransportError(f"{name}: other bytes arrived than were sent ({case})")
         times: dict[str, list[Times]] = {name: [] for name in ways}
-        for number in range(repeats):
-            for name in _turned(WAYS, number):
-                times[name].append(ways[name]())
+        for number in range(repeats + 1):
+            self._ask_for(case)
+            for name in in_turn(number):
+                if number == 0:  # To warm up, and to see that it does what it should.
+                    self.consumer.ask("clear", case)
+                    ways[name]()
+                    self._check(name, case, wanted)
+                else:
+                    times[name].append(ways[name]())
         prepared.close()
         self.agent.api.remove_remote_agent(peer)
         return Measured(case=case, runs=spans[-1].runs, posts=spans[-1].posts, times=times)
+
+    def _check(self, name: str, case: Case, wanted: int) -> None:
+        assert self.consumer is not None
+        arrived = self.consumer.ask("checksum", case)["checksum"]
+        if name != COPY and arrived != wanted:
+            raise TransportError(f"{name}: other bytes arrived than were sent ({case})")
 
     def _ask_for(self, case: Case) -> None:
         """Have the consumer wait for a transfer, as it does while any of the ways is measured."""
@@ -160,7 +165,8 @@ def run(cases: Sequence[Case], repeats: int) -> Iterator[Measured]:
         pair.close()
 
 
-def _turned(names: Sequence[str], by: int) -> Sequence[str]:
-    """Each way comes first in its turn."""
-    by %= len(names)
-    return [*names[by:], *names[:by]]
+def in_turn(number: int) -> list[str]:
+    """The order in a round. kvflow's write ends the consumer's waiting, so it comes last."""
+    others = [PREPARED, BARE, COPY]
+    first = number % len(others)
+    return [*others[first:], *others[:first], KVFLOW]
