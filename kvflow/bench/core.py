@@ -1,7 +1,7 @@
 """`kvflow bench core`: what the state machines cost, each side by itself, without a network.
 
 A side is one `Engine` with one peer that answers everything as it should. Its clock is a number, so
-nothing waits; what is timed is only the engine's own calls.
+nothing waits. What is timed is only the engine's own calls, on a processor.
 """
 
 import gc
@@ -39,7 +39,7 @@ _RANK = Rank(0, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Of one side with so many live transfers; times in seconds, the best of the rounds.
+    """Of one side with so many live transfers; processor seconds, the best of the rounds.
 
     event     one event.
     transfer  all events of one transfer, from the first to the last.
@@ -212,9 +212,9 @@ class Watched:
     def take(self, events: Iterable[ev.Event]) -> None:
         receive = self.side.engine.receive
         for event in events:
-            start = time.perf_counter()
+            start = time.thread_time()
             receive(event, self.now)
-            self.spent_s += time.perf_counter() - start
+            self.spent_s += time.thread_time() - start
             self.events += 1
 
     def wait(self, seconds: float) -> None:
@@ -223,9 +223,9 @@ class Watched:
         engine = self.side.engine
         while (due := engine.next_deadline()) is not None and due <= until:
             self.now = max(self.now, due)
-            start = time.perf_counter()
+            start = time.thread_time()
             engine.expire(self.now)
-            self.spent_s += time.perf_counter() - start
+            self.spent_s += time.thread_time() - start
             self.events += 1
         self.now = until
 
@@ -269,12 +269,12 @@ def cost(make: Callable[[Timings], Side], live: int, transfers: int, rounds: int
 def _question_s(engine: Engine) -> float:
     spent = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(200):
             engine.next_deadline()
             engine.urgency()
             _ = engine.live
-        spent.append((time.perf_counter() - start) / 200)
+        spent.append((time.thread_time() - start) / 200)
     return statistics.median(spent)
 
 

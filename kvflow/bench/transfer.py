@@ -1,8 +1,8 @@
 """`kvflow bench transfer`: one prefill's KV from one process to another, without engines.
 
-The ways of `WAYS` move the same blocks between the same two processes, one after the other
-in every round, while the consumer waits for them, so whatever else the machine does hits all of them alike. Only ratios within a case
-mean anything.
+The ways of `WAYS` move the same blocks between the same two processes, one after the other in every
+round, while the consumer waits for them: whatever else the machine does hits all of them alike.
+Only ratios within a case mean anything.
 """
 
 import statistics

@@ -33,7 +33,8 @@ def test_every_layout_is_measured_and_the_first_with_every_block_size() -> None:
 
 def test_cases_that_move_too_much_are_told_apart() -> None:
     made, left_out = cases(LAYOUTS[:1], (16, 128), (16, 65_536))
-    assert made and left_out
+    assert made
+    assert left_out
     assert max(case.bytes for case in made) <= BYTES_MAX < min(case.bytes for case in left_out)
 
 
