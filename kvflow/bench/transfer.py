@@ -6,7 +6,6 @@ Only ratios within a case mean anything.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from kvflow.bench.transfer_cases import Case
 from kvflow.bench.transfer_engine import BenchEngine, LedEngine, Span, patient
-from kvflow.bench.transfer_ways import Agent, Bare, Prepared, Times, copy
+from kvflow.bench.transfer_ways import Agent, Bare, Prepared, Times, copy, now
 from kvflow.errors import TransportError
 from kvflow.layout import GroupBlocks, pair
 
@@ -87,7 +86,7 @@ class Pair:
         spans: list[Span] = []
 
         def kvflow() -> Times:
-            start = time.perf_counter()
+            start = now()
             group = GroupBlocks(
                 source=np.asarray(ids[0], dtype=np.int64),
                 destination=np.asarray(ids[1], dtype=np.int64),
@@ -95,14 +94,19 @@ class Pair:
                 tokens=case.tokens,
             )
             pairing.plan([group])
-            plan_s = time.perf_counter() - start
+            planned = now()
             until_posted_s, span = self._write(case, ids[0])
             spans.append(span)
+            assert span.begun is not None
+            plan_s = planned.wall - start.wall
+            posting_cpu_s = span.ended.cpu - span.begun.cpu - span.copying_cpu
             return Times(
                 plan=plan_s,
-                post=span.ended - span.begun - span.copying_s,
-                copy=span.copying_s,
+                post=span.ended.wall - span.begun.wall - span.copying,
+                copy=span.copying,
                 hand_over=until_posted_s - plan_s,
+                cpu_work=planned.cpu - start.cpu + posting_cpu_s,
+                cpu_copy=span.copying_cpu,
             )
 
         ways: dict[str, Callable[[], Times]] = {
@@ -147,7 +151,8 @@ class Pair:
         reason = self.consumer.ask("outcome", case)["reason"]
         if reason is not None:
             raise TransportError(f"{transfer} has failed: {reason}")
-        return span.begun - start, span
+        assert span.begun is not None
+        return span.begun.wall - start, span
 
     def close(self) -> None:
         if self.consumer is not None:

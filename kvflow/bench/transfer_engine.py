@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from kvflow.bench.transfer_cases import Case
+from kvflow.bench.transfer_ways import Moment, now
 from kvflow.core import Timings
 from kvflow.core import events as ev
 from kvflow.core.effects import Moved
@@ -37,22 +38,29 @@ from kvflow.settings import Settings
 
 WAIT_S = 60.0
 _STOP_S = 10.0
+_NEVER = Moment(0.0, 0.0)
 
 
 @dataclass(slots=True, kw_only=True)
 class Span:
     """One write as the port saw it.
 
-    begun, ended  the first post, and the last handle's release; by `time.perf_counter`.
-    copying_s     of it, spent where NIXL moves bytes: starting a request, and polling it.
-    posts, runs   how many of them.
+    begun, ended          the first post, and the last handle's release.
+    copying, copying_cpu  seconds of it where NIXL moves bytes: starting a request, and polling it.
+    posts, runs           how many of them.
     """
 
-    begun: float = 0.0
-    ended: float = 0.0
-    copying_s: float = 0.0
+    begun: Moment | None = None
+    ended: Moment = _NEVER
+    copying: float = 0.0
+    copying_cpu: float = 0.0
     posts: int = 0
     runs: int = 0
+
+    def copied(self, since: Moment) -> None:
+        until = now()
+        self.copying += until.wall - since.wall
+        self.copying_cpu += until.cpu - since.cpu
 
 
 class TimedPort(NixlPort):
@@ -61,27 +69,27 @@ class TimedPort(NixlPort):
     span = Span()
 
     def post(self, name: AgentName, runs: Runs) -> int:
-        self.span.begun = self.span.begun or time.perf_counter()
+        self.span.begun = self.span.begun or now()
         self.span.posts += 1
         self.span.runs += len(runs)
         return super().post(name, runs)
 
     def _start(self, transfer: Any) -> str:
-        start = time.perf_counter()
+        start = now()
         said = super()._start(transfer)
-        self.span.copying_s += time.perf_counter() - start
+        self.span.copied(start)
         return said
 
     def poll(self, handle: int) -> PostState:
-        start = time.perf_counter()
+        start = now()
         state = super().poll(handle)
         if state is PostState.PENDING:
-            self.span.copying_s += time.perf_counter() - start
+            self.span.copied(start)
         return state
 
     def release(self, handle: int) -> None:
         super().release(handle)
-        self.span.ended = time.perf_counter()
+        self.span.ended = now()
 
 
 class Notes:

@@ -9,7 +9,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,17 @@ from numpy.typing import NDArray
 from kvflow.bench.transfer_cases import Case
 from kvflow.errors import TransportError
 from kvflow.layout import Int64s, Region, Runs, pair
+
+
+class Moment(NamedTuple):
+    """A moment of one thread: on the wall, and in its processor time; seconds."""
+
+    wall: float
+    cpu: float
+
+
+def now() -> Moment:
+    return Moment(time.perf_counter(), time.thread_time())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +39,16 @@ class Times:
     copy      moving bytes, inside the library.
     hand_over kvflow's only: from the end of the prefill, as vLLM's thread tells it, to the loop
               thread's first post: waking up, state machine, first slice; without `plan`.
+    cpu_work, cpu_copy
+              processor time of plan and post, and of copy.
     """
 
     plan: float
     post: float
     copy: float
     hand_over: float = 0.0
+    cpu_work: float = 0.0
+    cpu_copy: float = 0.0
 
     @property
     def calls(self) -> float:
@@ -46,8 +61,23 @@ class Times:
         return self.plan + self.post
 
     @property
+    def cpu_calls(self) -> float:
+        return self.cpu_work + self.cpu_copy
+
+    @property
     def total(self) -> float:
         return self.calls + self.hand_over
+
+
+def between(start: Moment, planned: Moment, made: Moment, copied: Moment, ended: Moment) -> Times:
+    """Of one request: it was made, its bytes were copied, it was released."""
+    return Times(
+        plan=planned.wall - start.wall,
+        post=(made.wall - planned.wall) + (ended.wall - copied.wall),
+        copy=copied.wall - made.wall,
+        cpu_work=(made.cpu - start.cpu) + (ended.cpu - copied.cpu),
+        cpu_copy=copied.cpu - made.cpu,
+    )
 
 
 class Agent:
@@ -98,19 +128,16 @@ class Prepared:
 
     def write(self, source: Sequence[int], destination: Sequence[int]) -> Times:
         """Write blocks `source` to blocks `destination`, in all layers."""
-        start = time.perf_counter()
+        start = now()
         indices, others = (self._indices(ids) for ids in (source, destination))
-        planned = time.perf_counter()
+        planned = now()
         ours, theirs = self._lists
         transfer = self._agent.api.make_prepped_xfer("WRITE", ours, indices, theirs, others)
-        made = time.perf_counter()
+        made = now()
         self._agent.written(transfer)
-        copied = time.perf_counter()
+        copied = now()
         transfer.release()
-        ended = time.perf_counter()
-        return Times(
-            plan=planned - start, post=(made - planned) + (ended - copied), copy=copied - made
-        )
+        return between(start, planned, made, copied, now())
 
     def _indices(self, ids: Sequence[int]) -> Int64s:
         indices: Int64s = (self._offsets + np.asarray(ids, dtype=np.int32)[None, :]).ravel()
@@ -142,22 +169,22 @@ class Bare:
         )
 
     def write(self) -> Times:
-        start = time.perf_counter()
+        start = now()
         source, destination = (self._agent.api.get_xfer_descs(rows, "DRAM") for rows in self._rows)
         transfer = self._agent.api.initialize_xfer("WRITE", source, destination, self._peer)
-        made = time.perf_counter()
+        made = now()
         self._agent.written(transfer)
-        copied = time.perf_counter()
+        copied = now()
         transfer.release()
-        ended = time.perf_counter()
-        return Times(plan=0.0, post=(made - start) + (ended - copied), copy=copied - made)
+        return between(start, start, made, copied, now())
 
 
 def copy(target: NDArray[np.uint8], memory: NDArray[np.uint8], size: int) -> Times:
     """`size` bytes from the start of `memory` to that of `target`."""
-    start = time.perf_counter()
+    start = now()
     np.copyto(target[:size], memory[:size])
-    return Times(plan=0.0, post=0.0, copy=time.perf_counter() - start)
+    ended = now()
+    return between(start, start, start, ended, ended)
 
 
 def _every_block(regions: Sequence[Region]) -> NDArray[np.uint64]:
