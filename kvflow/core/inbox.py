@@ -24,7 +24,7 @@ from kvflow.core.producer import CancelledBy, ProducerRecord, RegisteredBy
 from kvflow.core.reasons import Reason, Standing
 from kvflow.core.records import Records
 from kvflow.core.turn import Turn
-from kvflow.ids import AgentName, TransferId, part_id
+from kvflow.ids import AgentName, Rank, TransferId, part_id
 
 
 class Inbox:
@@ -53,7 +53,7 @@ class Inbox:
             case Renew():
                 self._renew(record, sender, notice, turn)
             case Accepted():
-                self._stands(record, sender, (*_key(notice), notice.standing, None), turn)
+                self._stands(_rank(record, sender), (*_key(notice), notice.standing, None), turn)
             case Done():
                 word = said(record, sender, prefill=notice.prefill, kept_s=notice.kept_s)
                 self._said(notice.transfer_id, notice.attempt, "done", word, turn)
@@ -61,8 +61,9 @@ class Inbox:
                 word = said(record, sender, reason=notice.reason)
                 self._said(notice.transfer_id, notice.attempt, "rank_failed", word, turn)
             case Alive():
+                rank = _rank(record, sender)
                 for standing in notice.standings:
-                    self._stands(record, sender, standing, turn)
+                    self._stands(rank, standing, turn)
 
     def _register(
         self, worker: PeerRecord, sender: AgentName, notice: Register, turn: Turn
@@ -108,16 +109,12 @@ class Inbox:
         turn.send(sender, Alive(standings=tuple(standings), clock_s=turn.now))
 
     def _stands(
-        self,
-        record: PeerRecord,
-        sender: AgentName,
-        standing: tuple[TransferId, int, Standing, Reason | None],
-        turn: Turn,
+        self, rank: Rank, standing: tuple[TransferId, int, Standing, Reason | None], turn: Turn
     ) -> None:
         transfer_id, attempt, stands, reason = standing
         over = stands in (Standing.FAILED, Standing.UNKNOWN)
         trigger = "rank_failed" if over else "accepted"
-        word = said(record, sender, standing=stands, reason=reason)
+        word = FromRank(rank=rank, standing=stands, reason=reason)
         self._said(transfer_id, attempt, trigger, word, turn)
 
     def _said(
@@ -146,21 +143,19 @@ def _key(notice: Accepted) -> tuple[TransferId, int]:
     return notice.transfer_id, notice.attempt
 
 
+def _rank(record: PeerRecord, agent: AgentName) -> Rank:
+    return next(rank for rank, name in record.agents.items() if name == agent)
+
+
 def said(
     record: PeerRecord,
     agent: AgentName,
     *,
-    standing: Standing | None = None,
     reason: Reason | None = None,
     prefill: str = "",
     kept_s: float = 0.0,
     is_dead: bool = False,
 ) -> FromRank:
     return FromRank(
-        rank=next(rank for rank, name in record.agents.items() if name == agent),
-        standing=standing,
-        reason=reason,
-        prefill=prefill,
-        kept_s=kept_s,
-        is_dead=is_dead,
+        rank=_rank(record, agent), reason=reason, prefill=prefill, kept_s=kept_s, is_dead=is_dead
     )

@@ -175,7 +175,8 @@ class NixlPort:
         if not len(runs):
             raise ValueError("a write needs at least one run")
         agent = self._agent_for(name)
-        with self._mapped(f"writing to {name}"):
+        transfer = None
+        try:
             source = agent.get_xfer_descs(
                 _rows(runs.source, runs.length, runs.source_device), runs.source_memory
             )
@@ -184,11 +185,11 @@ class NixlPort:
                 runs.destination_memory,
             )
             transfer = agent.initialize_xfer("WRITE", source, destination, name)
-            try:
-                said = agent.transfer(transfer)
-            except self._errors:
+            said = self._start(transfer)
+        except self._errors as error:
+            if transfer is not None:
                 transfer.release()
-                raise
+            raise _transport_error(f"writing to {name}", error) from error
         self._posted_count += 1
         post = _Post(peer=name, transfer=transfer, state=PostState.PENDING)
         self._posts[self._posted_count] = post
@@ -228,6 +229,11 @@ class NixlPort:
             self.deregister()
         finally:
             self._agent = None
+
+    def _start(self, transfer: Any) -> str:
+        """Start a request; inside one machine, NIXL copies the bytes in here."""
+        said: str = self._open_agent().transfer(transfer)
+        return said
 
     def _advance(self, post: _Post, said: str) -> None:
         """Move a pending write on by what NIXL said of it: DONE, PROC or ERR."""
