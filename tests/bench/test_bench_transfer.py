@@ -13,6 +13,7 @@ from kvflow.bench.transfer_cases import BYTES_MAX, LAYERS, LAYOUTS, Case, cases
 from kvflow.bench.transfer_report import as_dict, goals, line
 from kvflow.bench.transfer_ways import Times, copy
 from kvflow.cli import app
+from kvflow.planning.description import Layout
 
 SMALL = Case(layout="LBHNC", block_size=16, descriptors=3 * LAYERS, fragmented=True)
 
@@ -40,8 +41,8 @@ def test_cases_that_move_too_much_are_told_apart() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("fragmented", [False, True])
-def test_ids_are_distinct_and_the_pool_lies_in_its_buffer(layout: str, fragmented: bool) -> None:
-    case = Case(layout=layout, block_size=32, descriptors=5 * LAYERS, fragmented=fragmented)  # type: ignore[arg-type]
+def test_ids_are_distinct_and_the_pool_lies_in_its_buffer(layout: Layout, fragmented: bool) -> None:
+    case = Case(layout=layout, block_size=32, descriptors=5 * LAYERS, fragmented=fragmented)
     for ids in case.ids():
         assert len(set(ids.tolist())) == case.blocks == 5
         assert ids.min() >= 1
