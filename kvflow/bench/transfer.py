@@ -97,6 +97,7 @@ class Pair:
             planned = now()
             until_posted_s, span = self._write(case, ids[0])
             spans.append(span)
+            self._ask_for(case)
             assert span.begun is not None
             posting_cpu_s = span.ended.cpu - span.begun.cpu - span.copying_cpu
             return Times(
@@ -116,8 +117,8 @@ class Pair:
         }
         wanted = self.producer.checksum(case, case.ids()[0])
         times: dict[str, list[Times]] = {name: [] for name in ways}
+        self._ask_for(case)
         for number in range(repeats + 1):
-            self._ask_for(case)
             for name in in_turn(number):
                 if number == 0:  # To warm up, and to see that it does what it should.
                     self.consumer.ask("clear", case)
@@ -125,6 +126,7 @@ class Pair:
                     self._check(name, case, wanted)
                 else:
                     times[name].append(ways[name]())
+        self._write(case, ids[0])  # Nothing is left to wait for.
         prepared.close()
         self.agent.api.remove_remote_agent(peer)
         return Measured(case=case, runs=spans[-1].runs, posts=spans[-1].posts, times=times)
@@ -170,7 +172,6 @@ def run(cases: Sequence[Case], repeats: int) -> Iterator[Measured]:
 
 
 def in_turn(number: int) -> list[str]:
-    """The order in a round. kvflow's write ends the consumer's waiting, so it comes last."""
-    others = [PREPARED, BARE, COPY]
-    first = number % len(others)
-    return [*others[first:], *others[:first], KVFLOW]
+    """The order in a round: each way comes first in its turn."""
+    first = number % len(WAYS)
+    return [*WAYS[first:], *WAYS[:first]]
