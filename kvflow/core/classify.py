@@ -28,6 +28,7 @@ STANDINGS = {
     "held": Standing.WAITING,
     "registered": Standing.WAITING,
     "transferring": Standing.TRANSFERRING,
+    "lent": Standing.READABLE,
     "draining": Standing.STOPPING,
     "kept": Standing.DONE,
     "sent": Standing.DONE,

@@ -5,8 +5,8 @@ when no handle can read them any more; whoever asks about a registration gets an
 record's state, also after the end, for as long as the tombstone lives.
 
 The idea: two things must come together, the finished prefill and the consumer's registration. The
-second of the two, whichever it is, takes the record to `transferring`. Everything else is about
-one of them being late, doubled, withdrawn or lost.
+second of the two, whichever it is, takes the record to `transferring`, or to `lent` if the consumer
+reads. Everything else is about one of them being late, doubled, withdrawn or lost.
 
 Where one rank here writes to several ranks of a consumer (it has fewer ranks, or other ones), each
 of those has a record of its own, a *part*; all parts see the same prefill, and vLLM gets its blocks
@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass, field
 
 from kvflow.core.events import PrefillFinished, WriteDone, WriteFailed
-from kvflow.core.notices import Blocks, Cancel, Register
+from kvflow.core.notices import Blocks, Cancel, Fetched, Register
 from kvflow.core.reasons import Reason
 from kvflow.core.turn import Record, Turn
 from kvflow.ids import AgentName, PartId, RequestId, TransferId
@@ -36,21 +36,25 @@ STATES = {
     "preempted": "vLLM took the blocks away and will compute the prompt again; no registration",
     "prefilled": "the KV is complete and pinned; no consumer has registered",
     "transferring": "the KV is being written into the consumer's blocks",
+    "lent": "a consumer reads the KV; the blocks stay pinned until it says that it has it, or its "
+    "lease ends",
     "draining": "the write must stop; blocks stay pinned until the last handle has ended",
-    "kept": "every byte was written; the blocks stay pinned for a while, in case the consumer is "
+    "kept": "every byte was moved; the blocks stay pinned for a while, in case the consumer is "
     "preempted",
-    "sent": "every byte was written, and the blocks are vLLM's again",
-    "failed": "over without a complete write; nothing of it can land any more",
+    "sent": "every byte was moved, and the blocks are vLLM's again",
+    "failed": "over without a complete transfer; nothing of it can land any more",
     "forgotten": "the record is deleted",
 }
 AWAITED = frozenset({"held", "registered"})
 """A consumer waits for the prefill."""
-LIVE = frozenset("allocated held registered preempted prefilled transferring draining kept".split())
+LIVE = frozenset(
+    "allocated held registered preempted prefilled transferring lent draining kept".split()
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """A consumer's request to be written to."""
+    """A consumer's request to be written to, or (`reads`) to be told when it can read."""
 
     peer: AgentName
     attempt: int
@@ -60,6 +64,7 @@ class Registration:
     lease_s: float
     since: float
     keep: bool = False
+    reads: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +118,16 @@ class ProducerRecord(Record):
     @property
     def prefill(self) -> str:
         """How consumers name this prefill: the same at every rank. Nothing while none is known."""
-        if self.request_id is None:
-            return ""
-        return hashlib.sha256(self.request_id.encode()).hexdigest()[:16]
+        return prefill_name(self.request_id) if self.request_id is not None else ""
 
     @property
     def attempt(self) -> int:
         return self.registration.attempt if self.registration else 0
+
+
+def prefill_name(request_id: RequestId) -> str:
+    """How a prefill is named to consumers, who are not told vLLM's request id."""
+    return hashlib.sha256(request_id.encode()).hexdigest()[:16]
 
 
 P = ProducerRecord
@@ -142,6 +150,14 @@ def _covers(prefill: P | PrefillFinished, wanted: Register | Registration) -> bo
 
 def registration_fits(record: P, event: RegisteredBy, turn: Turn) -> bool:
     return _covers(record, event.register)
+
+
+def is_to_be_written(record: P, event: RegisteredBy, turn: Turn) -> bool:
+    return registration_fits(record, event, turn) and not event.register.reads
+
+
+def is_to_be_read(record: P, event: RegisteredBy, turn: Turn) -> bool:
+    return registration_fits(record, event, turn) and event.register.reads
 
 
 def registration_does_not_fit(record: P, event: RegisteredBy, turn: Turn) -> bool:
@@ -174,19 +190,27 @@ def keep_until(record: P, turn: Turn) -> float:
     return turn.now + turn.timings.keep_sent_s
 
 
-def is_to_be_kept(record: P, event: WriteDone, turn: Turn) -> bool:
+def is_to_be_kept(record: P, event: WriteDone | Fetched, turn: Turn) -> bool:
     """Not at a shutdown, and only for a consumer that will say when it is enough."""
     asked = record.registration is not None and record.registration.keep
     return asked and record.ends_by == math.inf and turn.now < keep_until(record, turn)
 
 
-def is_not_to_be_kept(record: P, event: WriteDone, turn: Turn) -> bool:
+def is_not_to_be_kept(record: P, event: WriteDone | Fetched, turn: Turn) -> bool:
     return not is_to_be_kept(record, event, turn)
 
 
 def wants_what_is_kept(record: P, event: RegisteredBy, turn: Turn) -> bool:
     """The id alone does not say so: it may be another request's, of another prompt."""
     return event.register.prefill == record.prefill and registration_fits(record, event, turn)
+
+
+def wants_to_be_written_what_is_kept(record: P, event: RegisteredBy, turn: Turn) -> bool:
+    return wants_what_is_kept(record, event, turn) and not event.register.reads
+
+
+def wants_to_read_what_is_kept(record: P, event: RegisteredBy, turn: Turn) -> bool:
+    return wants_what_is_kept(record, event, turn) and event.register.reads
 
 
 def wants_something_else(record: P, event: RegisteredBy, turn: Turn) -> bool:
@@ -196,6 +220,16 @@ def wants_something_else(record: P, event: RegisteredBy, turn: Turn) -> bool:
 def prefill_fits(record: P, event: PrefillFinished, turn: Turn) -> bool:
     assert record.registration is not None
     return _covers(event, record.registration)
+
+
+def prefill_is_to_be_written(record: P, event: PrefillFinished, turn: Turn) -> bool:
+    assert record.registration is not None
+    return prefill_fits(record, event, turn) and not record.registration.reads
+
+
+def prefill_is_to_be_read(record: P, event: PrefillFinished, turn: Turn) -> bool:
+    assert record.registration is not None
+    return prefill_fits(record, event, turn) and record.registration.reads
 
 
 def is_ambiguous(record: P, event: object, turn: Turn) -> bool:

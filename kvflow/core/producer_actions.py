@@ -296,6 +296,10 @@ def finish_and_keep(record: P, event: WriteDone, turn: Turn) -> None:
     record.bytes = event.bytes
     record.runs = event.runs
     turn.ledger.close_write(record.part)
+    keep(record, event, turn)
+
+
+def keep(record: P, event: object, turn: Turn) -> None:
     record.kept_until = keep_until(record, turn)
     turn.arm(step.deadline_key(record), record.kept_until - turn.now)
     answer_kept(record, event, turn)

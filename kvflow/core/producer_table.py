@@ -7,9 +7,10 @@ rival's; a prefill is this record's own or a rival's.
 
 from kvflow.core import producer as g
 from kvflow.core import producer_actions as p
+from kvflow.core import producer_lends as lends
 from kvflow.core.table import Table, never, row
 
-_BEFORE_THE_END = "allocated held registered preempted prefilled transferring draining"
+_BEFORE_THE_END = "allocated held registered preempted prefilled transferring lent draining"
 
 ROWS = (
     # -- the prefill of this record --------------------------------------------------------------
@@ -25,8 +26,11 @@ ROWS = (
         why="the transfer was given up before its prefill began; the blocks come back at the end"),
     row("prefill_finished", "unknown allocated preempted", "prefilled", p.pin,
         why="the KV is complete, and nobody has claimed it yet"),
-    row("prefill_finished", "held registered", "transferring", p.pin_and_write, g.prefill_fits,
+    row("prefill_finished", "held registered", "transferring", p.pin_and_write,
+        g.prefill_is_to_be_written,
         why="rendezvous, registration first: the WRITE starts"),
+    row("prefill_finished", "held registered", "lent", lends.pin_and_lend, g.prefill_is_to_be_read,
+        why="rendezvous, registration first: the consumer is told that it can read"),
     row("prefill_finished", "held registered", "failed", p.pin_and_refuse, g.prefill_does_not_fit,
         why="the registration asks for blocks that the prefill does not have"),
     row("prefill_finished", "failed", "=", p.give_back_at_once,
@@ -48,7 +52,7 @@ ROWS = (
     # -- another prefill with the same transfer id -----------------------------------------------
     row("rival_started", "allocated registered", "failed", p.fail_ambiguous,
         why="two prefills with one transfer id: neither is given away"),
-    row("rival_started", "prefilled", "failed", p.release_ambiguous,
+    row("rival_started", "prefilled lent", "failed", p.release_ambiguous,
         why="two prefills with one transfer id: neither is given away"),
     row("rival_started", "transferring", "draining", p.stop_ambiguous,
         why="two prefills with one transfer id: the consumer may be the other one's"),
@@ -64,7 +68,7 @@ ROWS = (
         why="one of the prefills that were refused: an ambiguous id stays so until forgotten"),
     row("rival_finished", "allocated registered", "failed", p.refuse_both,
         why="two prefills with one transfer id: neither is given away"),
-    row("rival_finished", "prefilled", "failed", p.release_both,
+    row("rival_finished", "prefilled lent", "failed", p.release_both,
         why="two prefills with one transfer id: neither is given away"),
     row("rival_finished", "transferring", "draining", p.stop_both,
         why="two prefills with one transfer id: the consumer may be the other one's"),
@@ -74,7 +78,8 @@ ROWS = (
         why="the id is used again after its transfer has ended"),
     row("rival_finished", "kept", "prefilled", p.let_go_and_pin_anew,
         why="the id is used again: whoever has its KV computes it, should it be preempted"),
-    row("rival_ended", "allocated registered prefilled transferring draining kept sent failed", "=",
+    row("rival_ended",
+        "allocated registered prefilled transferring lent draining kept sent failed", "=",
         why="the end of a prefill that was refused, or that this record is not about"),
     # -- registrations ---------------------------------------------------------------------------
     row("registered", "unknown", "held", p.hold, g.is_not_too_long,
@@ -87,8 +92,10 @@ ROWS = (
         why="the consumer registers while the prompt is computed"),
     row("registered", "preempted", "held", p.hold,
         why="the consumer registers while there are no blocks to read from"),
-    row("registered", "prefilled", "transferring", p.accept_and_write, g.registration_fits,
+    row("registered", "prefilled", "transferring", p.accept_and_write, g.is_to_be_written,
         why="rendezvous, prefill first: the WRITE starts"),
+    row("registered", "prefilled", "lent", lends.note_and_lend, g.is_to_be_read,
+        why="rendezvous, prefill first: the consumer is told that it can read"),
     row("registered", "prefilled", "failed", p.refuse_mismatch, g.registration_does_not_fit,
         why="the registration asks for blocks that the prefill does not have"),
     row("registered", "failed", "=", p.refuse_failed,
@@ -96,6 +103,8 @@ ROWS = (
     row("registered_again", "held registered", "=", p.answer_waiting,
         why="a duplicate, or the answer was lost"),
     row("registered_again", "transferring", "=", p.answer_transferring,
+        why="a duplicate, or the answer was lost"),
+    row("registered_again", "lent", "=", lends.answer_readable,
         why="a duplicate, or the answer was lost"),
     row("registered_again", "draining", "=", p.answer_stopping,
         why="a duplicate; that nothing can land is said when it is true"),
@@ -109,10 +118,19 @@ ROWS = (
         why="the consumer preempted or retried the request: the newer attempt counts"),
     row("registered_anew", "transferring", "draining", p.stop_superseded,
         why="the attempt being written was given up; its blocks may not be written any more"),
+    row("registered_anew", "lent", "transferring", p.accept_and_write, g.is_to_be_written,
+        why="the consumer has given up reading, and wants to be written to"),
+    row("registered_anew", "lent", "=", lends.note_and_lend, g.is_to_be_read,
+        why="the consumer has given up one attempt to read, and begins another"),
+    row("registered_anew", "lent", "failed", p.refuse_mismatch, g.registration_does_not_fit,
+        why="the registration asks for blocks that the prefill does not have"),
     row("registered_anew", "draining", "=", p.refuse_superseded,
         why="the older attempt's write has not ended, and the blocks go back when it has"),
-    row("registered_anew", "kept", "transferring", p.accept_and_write, g.wants_what_is_kept,
+    row("registered_anew", "kept", "transferring", p.accept_and_write,
+        g.wants_to_be_written_what_is_kept,
         why="the consumer was preempted after its KV had landed: it is written once more"),
+    row("registered_anew", "kept", "lent", lends.note_and_lend, g.wants_to_read_what_is_kept,
+        why="the consumer was preempted after its KV had landed: it reads it once more"),
     row("registered_anew", "kept", "=", p.refuse_what_is_not_kept, g.wants_something_else,
         why="of a load that does not know this prefill; what is kept waits for the one that does"),
     row("registered_anew", "sent", "=", p.refuse_forgotten,
@@ -131,6 +149,8 @@ ROWS = (
         why="two consumers with one transfer id: neither gets the KV"),
     row("registered_rival", "transferring", "draining", p.stop_for_rival,
         why="two consumers with one transfer id: the write may be for the wrong one"),
+    row("registered_rival", "lent", "failed", lends.release_for_rival,
+        why="two consumers with one transfer id: neither gets the KV"),
     row("registered_rival", "draining", "=", p.refuse_ambiguous,
         why="two consumers with one transfer id: neither gets the KV"),
     row("registered_rival", "kept", "held", p.let_go_and_hold_anew,
@@ -142,7 +162,7 @@ ROWS = (
     # -- cancels and renewals --------------------------------------------------------------------
     row("cancel_asked", "unknown allocated held registered preempted", "failed", p.cancel,
         why="the consumer gives up; nothing was written yet"),
-    row("cancel_asked", "prefilled", "failed", p.cancel_and_release,
+    row("cancel_asked", "prefilled lent", "failed", p.cancel_and_release,
         why="nobody will fetch the KV: the blocks go back at once, not with the lease"),
     row("cancel_asked", "transferring", "draining", p.stop_cancelled,
         why="the consumer gives up; it is told when the last handle has ended"),
@@ -158,7 +178,7 @@ ROWS = (
         why="of an older attempt, or another consumer's, nothing can land"),
     row("release_asked", "unknown allocated held registered preempted", "failed", p.fail_released,
         why="a router says that nobody will fetch it; a waiting consumer is told"),
-    row("release_asked", "prefilled", "failed", p.release_asked,
+    row("release_asked", "prefilled lent", "failed", p.release_asked,
         why="a router says that nobody will fetch it: the blocks go back at once"),
     row("release_asked", "transferring", "draining", p.stop_released,
         why="a router gives it up while it is being written"),
@@ -166,7 +186,7 @@ ROWS = (
         why="a router says that nobody will fetch it, not even once more"),
     row("release_asked", "draining sent failed", "=",
         why="over, or being given up already"),
-    row("renewed", "held registered transferring", "=", p.extend,
+    row("renewed", "held registered transferring lent", "=", p.extend,
         why="the registration is still wanted"),
     row("renewed", "kept", "=", p.answer_kept,
         why="the completion was lost: only a `Done` says whose KV was written"),
@@ -174,6 +194,19 @@ ROWS = (
         why="the completion was lost: only a `Done` says whose KV was written"),
     row("renewed", "draining failed", "=",
         why="the standing is told; there is no lease to extend"),
+    # -- reads by the consumer --------------------------------------------------------------------
+    row("fetched", "lent", "sent", lends.finish_lent, g.is_not_to_be_kept,
+        why="the consumer has it, and is told that it counts; vLLM gets the blocks back"),
+    row("fetched", "lent", "kept", p.keep, g.is_to_be_kept,
+        why="the consumer has it, and is told that it counts, and how long the blocks stay"),
+    row("fetched", "kept", "=", p.answer_kept,
+        why="a duplicate, or the answer was lost"),
+    row("fetched", "sent", "=", p.answer_done,
+        why="a duplicate, or the answer was lost"),
+    row("fetched", "failed", "=", p.answer_failed,
+        why="the blocks were let go before the READ had ended: what was read does not count"),
+    row("fetched", "held registered transferring draining", "=",
+        why="the consumer was not told that it can read, so it cannot have read"),
     # -- writes ----------------------------------------------------------------------------------
     row("write_done", "transferring", "sent", p.finish, g.is_not_to_be_kept,
         why="every handle has reported done: the consumer is told, vLLM gets the blocks back"),
@@ -194,6 +227,8 @@ ROWS = (
         why="the consumer is gone; the KV will not be fetched"),
     row("peer_lost", "transferring", "draining", p.stop_peer_lost,
         why="the consumer is gone; its write is torn down"),
+    row("peer_lost", "lent", "failed", lends.release_peer_lost,
+        why="the consumer is gone, and its READ with it"),
     row("peer_lost", "kept", "sent", p.let_go,
         why="the consumer is gone; it will not be preempted any more"),
     row("peer_lost", "draining", "=",
@@ -210,6 +245,8 @@ ROWS = (
         why="vLLM has no blocks for prompts that consumers wait for; this one has been sent"),
     row("expired", "transferring", "draining", p.stop_expired,
         why="the consumer does not renew: its blocks may be another request's soon"),
+    row("expired", "lent", "failed", p.release_expired,
+        why="the consumer does not renew; should it still read, that will not count"),
     row("expired", "draining", "=", p.tear_down,
         why="a write that does not end is torn down with its peer"),
     row("expired", "kept", "sent", p.let_go,
@@ -220,8 +257,8 @@ ROWS = (
         why="the engine shuts down; a waiting consumer is told"),
     row("closing", "prefilled", "failed", p.release_closing,
         why="the engine shuts down"),
-    row("closing", "transferring draining", "=", p.bound_by_drain,
-        why="what is being written may finish, for a bounded time"),
+    row("closing", "transferring lent draining", "=", p.bound_by_drain,
+        why="what is being moved may finish, for a bounded time"),
     row("closing", "kept", "sent", p.let_go,
         why="the engine shuts down"),
     row("closing", "sent failed", "=",
@@ -229,7 +266,7 @@ ROWS = (
 )  # fmt: skip
 
 _NO_REGISTRATION = "unknown allocated preempted prefilled"
-_HAS_REGISTRATION = "held registered transferring draining kept sent"
+_HAS_REGISTRATION = "held registered transferring lent draining kept sent"
 
 IMPOSSIBLE = (
     never(
@@ -241,22 +278,22 @@ IMPOSSIBLE = (
             "there is no registration to compare with")
     | never(_HAS_REGISTRATION, "registered",
             "there is a registration, so the new one is named by comparison")
-    | never(_NO_REGISTRATION, "renewed peer_lost",
-            "only a registration is renewed, or lost with its consumer")
+    | never(_NO_REGISTRATION, "renewed fetched peer_lost",
+            "only of a registration can this be said")
     | never("sent failed", "peer_lost", "nothing depends on the consumer any more")
     | never("unknown", "rival_started rival_finished rival_ended expired closing",
             "a record is created by what it is about; nothing else can concern it")
     | never(f"{_BEFORE_THE_END} kept sent failed", "registered_beyond",
             "something is known of the id, so the limit does not concern it")
-    | never("unknown allocated held registered preempted transferring draining sent failed",
+    | never("unknown allocated held registered preempted transferring lent draining sent failed",
             "contended", "only a prefill that is idle gives way")
     | never("held preempted", "rival_started rival_finished rival_ended",
             "there is no prefill on record to be rivalled")
-    | never("prefilled transferring draining kept sent", "prefill_started prefill_finished",
+    | never("prefilled transferring lent draining kept sent", "prefill_started prefill_finished",
             "vLLM finishes a request once, and starts none that has finished")
-    | never("prefilled transferring draining kept sent", "prefill_aborted prefill_preempted",
+    | never("prefilled transferring lent draining kept sent", "prefill_aborted prefill_preempted",
             "a finished request is neither aborted nor preempted")
-    | never("unknown allocated held registered preempted prefilled kept sent failed",
+    | never("unknown allocated held registered preempted prefilled lent kept sent failed",
             "write_done write_failed write_stopped",
             "nothing was posted, or it was answered already")
     | never("transferring", "write_stopped",

@@ -95,6 +95,27 @@ def p_kept(bench: Bench) -> None:
     bench.take(b.written())
 
 
+def p_lent(bench: Bench) -> None:
+    p_prefilled(bench)
+    bench.hear(C1, b.register(reads=True))
+
+
+def p_lent_to_keep(bench: Bench) -> None:
+    bench.engine.timings = replace(bench.engine.timings, keep_sent_s=KEEP_S)
+    p_prefilled(bench)
+    bench.hear(C1, b.register(reads=True, keep=True))
+
+
+def p_held_by_a_reader(bench: Bench) -> None:
+    p_unknown(bench)
+    bench.hear(C1, b.register(reads=True))
+
+
+def p_registered_by_a_reader(bench: Bench) -> None:
+    p_held_by_a_reader(bench)
+    bench.take(b.started())
+
+
 def p_draining(bench: Bench) -> None:
     p_transferring(bench)
     bench.hear(C1, b.cancel())
@@ -153,11 +174,12 @@ def p_floor(bench: Bench) -> None:
 PRODUCER_WAYS: dict[str, list[Script]] = {
     "unknown": [p_unknown, p_floor],
     "allocated": [p_allocated, p_reused],
-    "held": [p_held],
-    "registered": [p_registered],
+    "held": [p_held, p_held_by_a_reader],
+    "registered": [p_registered, p_registered_by_a_reader],
     "preempted": [p_preempted, p_reused_preempted],
     "prefilled": [p_prefilled, p_reused_prefilled],
     "transferring": [p_transferring, p_transferring_again, p_transferring_to_keep],
+    "lent": [p_lent, p_lent_to_keep],
     "draining": [p_draining],
     "kept": [p_kept],
     "sent": [p_sent],
@@ -192,9 +214,19 @@ PRODUCER_EVENTS: dict[str, list[Script]] = {
     "rival_started": [takes(b.started("rival"))],
     "rival_finished": [takes(b.finished("rival"))],
     "rival_ended": [takes(b.aborted("rival")), takes(b.preempted("rival"))],
-    "registered": [hears(C1, b.register(6)), hears(C1, b.register(6, tokens=b.TOKENS + 1))],
+    "registered": [
+        hears(C1, b.register(6)),
+        hears(C1, b.register(6, reads=True)),
+        hears(C1, b.register(6, tokens=b.TOKENS + 1)),
+    ],
     "registered_again": [hears(C1, b.register())],
-    "registered_anew": [hears(C1, b.register(6)), hears(C1, b.register(6, prefill=NAME))],
+    "registered_anew": [
+        hears(C1, b.register(6)),
+        hears(C1, b.register(6, reads=True)),
+        hears(C1, b.register(6, tokens=b.TOKENS + 1)),
+        hears(C1, b.register(6, prefill=NAME)),
+        hears(C1, b.register(6, prefill=NAME, reads=True)),
+    ],
     "registered_late": [hears(C1, b.register(6, prefill="another"))],
     "registered_stale": [hears(C1, b.register(4)), hears(C1, b.register(0))],
     "registered_rival": [hears(C2, b.register())],
@@ -202,6 +234,7 @@ PRODUCER_EVENTS: dict[str, list[Script]] = {
     "cancel_stale": [hears(C1, b.cancel(4))],
     "release_asked": [takes(ev.ReleaseAsked(transfer_id=T))],
     "registered_beyond": [register_beyond],
+    "fetched": [hears(C1, b.fetched())],
     "renewed": [hears(C1, b.renew())],
     "write_done": [takes(b.written())],
     "write_failed": [takes(write_failed(5)), takes(write_failed(6))],

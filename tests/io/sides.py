@@ -286,7 +286,7 @@ class Pair:
     def is_clean(self) -> bool:
         """Nothing reserved, pinned, posted, or waiting to be sent."""
         return all(
-            side.driver.engine.ledger.empty and not side.driver._writes and not side.port.posts
+            side.driver.engine.ledger.empty and not side.driver._transfers and not side.port.posts
             for side in self.sides
         )
 
