@@ -21,6 +21,9 @@ class Settings:
     poll_idle_us       the same while nothing is expected.
     idle_wait_ms       how long an engine step without model work may wait for news, so that an
                        idle decode engine neither spins nor sees an arrival late.
+    stream             `on`: what a step has completed of a prompt is written while the next one
+                       computes. `off`: a prompt is written when all of it is complete.
+    stream_bytes_min   so much must be complete for a write of its own, before the prompt's end.
     post_bytes_max     bytes in one posted slice of a write.
     post_runs_max      runs in one posted slice of a write.
     posts_in_flight_max
@@ -49,6 +52,8 @@ class Settings:
     poll_expectant_us: int = 500
     poll_idle_us: int = 10_000
     idle_wait_ms: float = 2.0
+    stream: str = "on"
+    stream_bytes_min: int = 2**20
     post_bytes_max: int = 4 * 2**20
     post_runs_max: int = 1024
     posts_in_flight_max: int = 4
@@ -68,8 +73,11 @@ _LEAST = {
     "post_bytes_max": 4096,
 }
 """Lowest value of each number; 1 where not named. Timings must be above 0."""
-_AFTER_PREEMPTION = ("recompute", "register")
-_CACHE_LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC", "")
+_CHOICES = {
+    "stream": ("on", "off"),
+    "after_preemption": ("recompute", "register"),
+    "cache_layout": ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC", ""),
+}
 _MOST = 2**40
 _TIMING_MOST = 86_400
 """A day; the wire carries no longer lease."""
@@ -87,10 +95,8 @@ def parse(extra_config: Mapping[str, object]) -> Settings:
             durations[key] = _number(key, value, timings[key].type, above=above, most=_TIMING_MOST)
         elif key == "nixl_backends":
             values[key] = _names(key, value)
-        elif key == "after_preemption":
-            values[key] = _one_of(key, value, _AFTER_PREEMPTION)
-        elif key == "cache_layout":
-            values[key] = _one_of(key, value, _CACHE_LAYOUTS)
+        elif key in _CHOICES:
+            values[key] = _one_of(key, value, _CHOICES[key])
         elif key == "shared_key_file":
             values[key] = _path(key, value)
         elif key in own:

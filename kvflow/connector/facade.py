@@ -147,7 +147,11 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepEvents)
-        self.worker.take(connector_metadata.events)
+        self.worker.take(connector_metadata)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, StepEvents)
+        self.worker.withdraw(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self.worker.rest(forward_context)
@@ -161,7 +165,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing is saved by layer."""
 
     def wait_for_save(self) -> None:
-        """Blocks stay pinned until they were read; there is nothing to wait for."""
+        """Nothing is waited for: blocks stay pinned, or lent, until they were read."""
+        self.worker.made()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self.worker.results()

@@ -33,12 +33,14 @@ class Group:
     block_tokens    tokens per block; 0 for a state.
     window_tokens   a sliding window's size; None for full attention and for states.
     scratch_blocks  trailing blocks of a state that hold speculation only.
+    token_bytes     of one token in one worker, all layers of the group; 0 for a state.
     """
 
     index: int
     block_tokens: int
     window_tokens: int | None = None
     scratch_blocks: int = 0
+    token_bytes: int = 0
 
     @property
     def is_state(self) -> bool:
@@ -114,8 +116,14 @@ def leave_last_token(request: "Request") -> None:
 
 
 def _group(index: int, config: KVCacheConfig) -> Group:
-    spec = layer_spec(config.kv_cache_groups[index].kv_cache_spec)
+    group = config.kv_cache_groups[index]
+    spec = layer_spec(group.kv_cache_spec)
     if isinstance(spec, MambaSpec):
         return Group(index=index, block_tokens=0, scratch_blocks=spec.num_speculative_blocks)
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-    return Group(index=index, block_tokens=spec.block_size, window_tokens=window)
+    return Group(
+        index=index,
+        block_tokens=spec.block_size,
+        window_tokens=window,
+        token_bytes=len(group.layer_names) * spec.page_size_bytes // spec.block_size,
+    )

@@ -8,15 +8,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvflow.core.events import Event
+from kvflow.core.events import Event, PrefillAborted, PrefillAdvanced, PrefillPreempted
 from kvflow.ids import Rank
 
 
 @dataclass(frozen=True, slots=True)
 class StepEvents(KVConnectorMetadata):
-    """Scheduler -> every worker, once per step: what happened, in order."""
+    """Scheduler -> every worker, once per step.
+
+    withdrawn  blocks of running requests that vLLM has taken away: before the step reuses them.
+    events     what else happened, in order: when the step begins.
+    advanced   what the step computes: when it has been made.
+    """
 
     events: tuple[Event, ...] = ()
+    withdrawn: tuple[PrefillPreempted | PrefillAborted, ...] = ()
+    advanced: tuple[PrefillAdvanced, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

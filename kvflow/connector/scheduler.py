@@ -17,6 +17,7 @@ from vllm.v1.request import RequestStatus
 from kvflow.connector import params as p
 from kvflow.connector.groups import Group, has_state, leave_last_token, tokens_to_share
 from kvflow.connector.metadata import NewHellos, StepEvents, WorkerHello
+from kvflow.connector.progress import Progress
 from kvflow.connector.worker import loops_here
 from kvflow.core.events import (
     BlocksAllocated,
@@ -93,6 +94,8 @@ class SchedulerHalf:
         self._attempts = itertools.count(ATTEMPT_STRIDE, ATTEMPT_STRIDE)
         self._events: list[Event] = []
         self._prefills: dict[RequestId, TransferId] = {}
+        self._progress = Progress(groups, settings)
+        self._withdrawn: list[PrefillPreempted | PrefillAborted] = []
         self._loads: set[RequestId] = set()
         self._asked: dict[RequestId, Asked] = {}
         self._registers_again = settings.after_preemption == "register"
@@ -253,6 +256,7 @@ class SchedulerHalf:
             self._log.warning("prefill without transfer", request=request_id, error=error)
             return
         self._prefills[request_id] = transfer_id
+        self._progress.begin(request_id, transfer_id, request.num_prompt_tokens)
         self._events.append(PrefillStarted(transfer_id=transfer_id, request_id=request_id))
 
     def _prefill_ended(
@@ -262,8 +266,10 @@ class SchedulerHalf:
         transfer_id = self._prefills.pop(request_id, None)
         if transfer_id is None:
             return False, None
+        may_be_read = self._progress.end(request_id)
         if request.status not in _FINISHED or not any(blocks):
-            self._events.append(PrefillAborted(transfer_id=transfer_id, request_id=request_id))
+            aborted = PrefillAborted(transfer_id=transfer_id, request_id=request_id)
+            (self._withdrawn if may_be_read else self._events).append(aborted)
             return False, None
         self._events.append(
             PrefillFinished(
@@ -310,15 +316,15 @@ class SchedulerHalf:
         for id_ in sorted(output.preempted_req_ids or ()):
             self._preempted(RequestId(id_))
         released = [ReleaseAsked(transfer_id=id_) for id_ in self._take_released()]
-        preempted = [
-            PrefillPreempted(transfer_id=self._prefills[RequestId(id_)], request_id=RequestId(id_))
-            for id_ in sorted(output.preempted_req_ids or ())
-            if id_ in self._prefills
-        ]
         events, self._events = self._events, []
-        return StepEvents((*preempted, *events, *released, *self._progress(output)))
+        withdrawn, self._withdrawn = self._withdrawn, []
+        return StepEvents(
+            events=(*events, *released, *self._stalls(output)),
+            withdrawn=tuple(withdrawn),
+            advanced=self._progress.of_step(output),
+        )
 
-    def _progress(self, output: "SchedulerOutput") -> Iterator[Event]:
+    def _stalls(self, output: "SchedulerOutput") -> Iterator[Event]:
         """Whether prompts wait although nothing is computed; told when it changes."""
         stalled = bool(self._prefills) and not output.total_num_scheduled_tokens
         if stalled != self._stalled:
@@ -326,6 +332,11 @@ class SchedulerHalf:
             yield PrefillsStalled() if stalled else PrefillsResumed()
 
     def _preempted(self, request_id: RequestId) -> None:
+        transfer_id = self._prefills.get(request_id)
+        if transfer_id is not None:
+            self._progress.preempted(request_id)
+            gone = PrefillPreempted(transfer_id=transfer_id, request_id=request_id)
+            self._withdrawn.append(gone)
         if self._asked.get(request_id) is not Asked.LANDED:
             return
         again = self._registers_again
@@ -352,7 +363,7 @@ class SchedulerHalf:
     @property
     def has_events(self) -> bool:
         """Whether a step is needed to hand events over."""
-        return bool(self._events or self._released)
+        return bool(self._events or self._withdrawn or self._released)
 
 
 def _check_policy(after_preemption: str, policy: str) -> None:

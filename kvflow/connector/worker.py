@@ -1,6 +1,5 @@
 """The worker half: hands step events to the loop thread, and its reports to vLLM."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +12,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvflow.connector.groups import transferred
 from kvflow.connector.memory import facts_of, regions_of
-from kvflow.connector.metadata import NewHellos, WorkerHello
+from kvflow.connector.metadata import NewHellos, StepEvents, WorkerHello
 from kvflow.connector.staging import HostStaging
 from kvflow.connector.supported import excluded_layers, prompt_tokens_max
-from kvflow.core.events import Event
+from kvflow.core.events import PrefillAdvanced
 from kvflow.ids import AgentName, Rank, new_incarnation
 from kvflow.io.coordinates import Identity
+from kvflow.io.gates import Ready
 from kvflow.io.nixl_port import NixlPort
 from kvflow.io.seal import Seal
 from kvflow.io.transfer_loop import TransferLoop
@@ -53,6 +53,7 @@ class WorkerHalf:
         self._rank = Rank(get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         self._caches: dict[str, torch.Tensor] = {}
         self._staging: HostStaging | None = None
+        self._advanced: tuple[PrefillAdvanced, ...] = ()
         self._hello: bytes | None = None
         self._changed_hello: bytes | None = None
         fields = {"engine": engine_id[:8], "rank": str(self._rank)}
@@ -139,11 +140,39 @@ class WorkerHalf:
 
     # -- steps -------------------------------------------------------------------------------------
 
-    def take(self, events: Sequence[Event]) -> None:
-        """What the scheduler says happened."""
+    def withdraw(self, step: StepEvents) -> None:
+        """vLLM has taken blocks away that this step may write to: see that nothing reads them."""
+        if step.withdrawn:
+            self.loop.withdraw(step.withdrawn)
+
+    def take(self, step: StepEvents) -> None:
+        """What the scheduler says happened. Host copies are made of complete prompts only."""
         if self._staging is not None:
-            self._staging.note(events)
-        self.loop.submit(events)
+            self._staging.note(step.events)
+        else:
+            self._advanced = step.advanced
+        self.loop.submit(step.events)
+
+    def made(self) -> None:
+        """The step has been made: what it computes is complete, or will be soon on a device."""
+        advanced, self._advanced = self._advanced, ()
+        if not advanced:
+            return
+        ready = self._when_computed()
+        if ready is None:
+            self.loop.submit(advanced)
+        else:
+            self.loop.submit_when(ready, advanced)
+
+    def _when_computed(self) -> Ready | None:
+        """Asks the device whether it has done what it was given so far. None: it always has."""
+        device = next(iter(self._caches.values())).device
+        if device.type == "cpu":
+            return None
+        event = torch.Event(device)
+        event.record()
+        query: Ready = event.query
+        return query
 
     def rest(self, forward_context: Any) -> None:
         """In a step without model work there is nothing to do but to wait for news."""

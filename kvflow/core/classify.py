@@ -3,22 +3,32 @@
 The tables stay flat because the comparisons are here, once, and not in guards.
 """
 
-from kvflow.core.events import PrefillAborted, PrefillFinished, PrefillPreempted, PrefillStarted
+from kvflow.core.events import (
+    PrefillAborted,
+    PrefillAdvanced,
+    PrefillFinished,
+    PrefillPreempted,
+    PrefillStarted,
+)
 from kvflow.core.notices import Cancel, Register
 from kvflow.core.producer import ProducerRecord
 from kvflow.core.reasons import Standing
 from kvflow.ids import ATTEMPT_STRIDE, AgentName
 
-PrefillEvent = PrefillStarted | PrefillPreempted | PrefillFinished | PrefillAborted
+PrefillEvent = (
+    PrefillStarted | PrefillPreempted | PrefillAdvanced | PrefillFinished | PrefillAborted
+)
 
 _OWN = {
     PrefillStarted: "prefill_started",
+    PrefillAdvanced: "prefill_advanced",
     PrefillPreempted: "prefill_preempted",
     PrefillFinished: "prefill_finished",
     PrefillAborted: "prefill_aborted",
 }
 _RIVAL = {
     PrefillStarted: "rival_started",
+    PrefillAdvanced: "rival_advanced",
     PrefillPreempted: "rival_ended",
     PrefillFinished: "rival_finished",
     PrefillAborted: "rival_ended",
@@ -27,6 +37,8 @@ _RIVAL = {
 STANDINGS = {
     "held": Standing.WAITING,
     "registered": Standing.WAITING,
+    "streaming": Standing.TRANSFERRING,
+    "recalled": Standing.WAITING,
     "transferring": Standing.TRANSFERRING,
     "lent": Standing.READABLE,
     "draining": Standing.STOPPING,

@@ -42,6 +42,7 @@ class PostWrite:
     source       block ids per cache group from the first token on, as in `PrefillFinished`.
     destination  as in `Register`: the first of a group holds the token `starts[group]`.
     tokens       the KV of the tokens from `starts[group]` to here is owed.
+    moved        what lies before this token was written already, by an earlier order.
 
     Posted in slices, each only while `Engine.may_write` holds.
     """
@@ -53,6 +54,7 @@ class PostWrite:
     destination: Blocks
     starts: tuple[int, ...]
     tokens: int
+    moved: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

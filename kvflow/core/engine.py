@@ -42,7 +42,7 @@ from kvflow.ids import AgentName, PartId, Rank, RequestId, TransferId
 TABLES: tuple[Table, ...] = (producer_table.TABLE, consumer_table.TABLE, peer.TABLE)
 
 _QUICK = {
-    producer.NAME: frozenset({"transferring", "draining", "lent"}),
+    producer.NAME: frozenset({"streaming", "recalled", "transferring", "lent", "draining"}),
     consumer.NAME: consumer.LIVE,
     peer.NAME: frozenset({"meeting"}),
 }
@@ -77,6 +77,7 @@ class Engine:
         self._handlers: dict[type, Callable[[Any, Turn], None]] = {
             ev.PrefillStarted: self._prefill,
             ev.PrefillPreempted: self._prefill,
+            ev.PrefillAdvanced: self._prefill,
             ev.PrefillFinished: self._prefill,
             ev.PrefillAborted: self._prefill,
             ev.PrefillsStalled: contention.watch,
@@ -136,7 +137,7 @@ class Engine:
         record = self.records.producers.get(part)
         return (
             record is not None
-            and record.state == "transferring"
+            and record.state in producer.WRITING
             and record.attempt == attempt
             and now < min(record.lease_until, record.write_until)
             and self.ledger.is_open(part, attempt)

@@ -30,6 +30,22 @@ class PrefillPreempted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillAdvanced:
+    """The KV of the prompt's first tokens is complete, and may be written from already.
+
+    blocks  source block ids as in `PrefillFinished`; the request may hold more of them.
+    tokens  prompt tokens whose KV is in them.
+
+    The blocks stay the running request's: `PrefillPreempted` and `PrefillAborted` take them away.
+    """
+
+    transfer_id: TransferId
+    request_id: RequestId
+    blocks: Blocks
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillFinished:
     """The prompt's KV is complete; vLLM keeps the blocks until `ReportSent`.
 
@@ -274,6 +290,7 @@ class Closing:
 Event = (
     PrefillStarted
     | PrefillPreempted
+    | PrefillAdvanced
     | PrefillFinished
     | PrefillAborted
     | PrefillsStalled

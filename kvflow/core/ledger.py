@@ -5,7 +5,7 @@ Invariants (specs/invariants.md):
 S1  a block is the destination of at most one live load.
 S2  a destination block is not given back while a producer might still write it, or a READ of ours.
 S3  a source block is not given back while one of our writes may still read it.
-S4  a write is posted only for a pinned source, and once per (transfer, attempt).
+S4  a write is posted only from blocks that are pinned, or lent by a running request; one at a time.
 S5  each request is reported at most once per direction.
 S8  what was read counts only once its producer has said, after the READ had ended, that it held it.
 
@@ -27,14 +27,16 @@ class Ledger:
     def __init__(self) -> None:
         self._owner: dict[Block, RequestId] = {}
         self._reserved: dict[RequestId, tuple[Block, ...]] = {}
+        self._lent: set[RequestId] = set()
         self._pinned: dict[RequestId, set[PartId]] = {}
         self._writes: dict[PartId, tuple[int, RequestId]] = {}
         self._reads: set[tuple[RequestId, Rank]] = set()
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is reserved, pinned, being written or being read."""
-        books = (self._owner, self._reserved, self._pinned, self._writes, self._reads)
+        """Whether nothing is reserved, lent, pinned, being written or being read."""
+        producing = (self._lent, self._pinned, self._writes)
+        books = (self._owner, self._reserved, self._reads, *producing)
         return not any(books)
 
     # -- consumer --------------------------------------------------------------------------------
@@ -92,8 +94,24 @@ class Ledger:
 
     # -- producer --------------------------------------------------------------------------------
 
+    def lend(self, request: RequestId) -> None:
+        """A running request's blocks may be read from, until it says `withdraw`, or is pinned."""
+        self._lent.add(request)
+
+    def withdraw(self, request: RequestId) -> None:
+        """vLLM takes a running request's blocks: nothing more is posted from them.
+
+        Whoever reuses them waits until `reads` is false.
+        """
+        self._lent.discard(request)
+
+    def reads(self, request: RequestId) -> bool:
+        """S3: whether one of our writes may still read this request's blocks."""
+        return any(of == request for _, of in self._writes.values())
+
     def pin(self, request: RequestId, part: PartId) -> None:
         """S3: vLLM keeps this prefill's blocks until each part has unpinned them."""
+        self._lent.discard(request)
         parts = self._pinned.setdefault(request, set())
         if part in parts:
             raise LocalProtocolError(f"S3: {request} is pinned already by {part}")
@@ -101,7 +119,7 @@ class Ledger:
 
     def open_write(self, part: PartId, attempt: int, request: RequestId) -> None:
         """S4: a write begins to read this prefill's blocks."""
-        if part not in self._pinned.get(request, ()):
+        if request not in self._lent and part not in self._pinned.get(request, ()):
             raise LocalProtocolError(f"S4: write of {part} from unpinned {request}")
         if part in self._writes:
             raise LocalProtocolError(f"S4: {part} is being written already")

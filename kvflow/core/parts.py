@@ -8,8 +8,14 @@ From then on each of vLLM's events goes to all of them.
 from collections.abc import Iterator
 
 from kvflow.core import classify
-from kvflow.core.events import PrefillAborted, PrefillFinished, PrefillPreempted, PrefillStarted
-from kvflow.core.producer import ProducerRecord
+from kvflow.core.events import (
+    PrefillAborted,
+    PrefillAdvanced,
+    PrefillFinished,
+    PrefillPreempted,
+    PrefillStarted,
+)
+from kvflow.core.producer import COMPUTING, ProducerRecord
 from kvflow.core.records import Records
 from kvflow.core.turn import Turn
 from kvflow.ids import TransferId, part_id
@@ -21,6 +27,10 @@ def tell_all(records: Records, event: classify.PrefillEvent, turn: Turn) -> None
     if isinstance(event, PrefillFinished):
         for record in parts:
             turn.ledger.pin(event.request_id, record.part)
+    elif isinstance(event, PrefillAdvanced):
+        turn.ledger.lend(event.request_id)
+    elif isinstance(event, PrefillPreempted | PrefillAborted):
+        turn.ledger.withdraw(event.request_id)
     for record in parts:
         records.fire_producer(record, classify.prefill(record, event), event, turn)
 
@@ -54,7 +64,7 @@ def _so_far(first: ProducerRecord | None) -> Iterator[classify.PrefillEvent]:
     if first is None or first.request_id is None:
         return
     of, request = first.transfer_id, first.request_id
-    if first.blocks and first.state != "kept":
+    if first.is_finished and first.state != "kept":
         yield PrefillFinished(
             transfer_id=of,
             request_id=request,
@@ -64,6 +74,10 @@ def _so_far(first: ProducerRecord | None) -> Iterator[classify.PrefillEvent]:
         )
         return
     yield PrefillStarted(transfer_id=of, request_id=request)
+    if first.state in COMPUTING and first.tokens:
+        yield PrefillAdvanced(
+            transfer_id=of, request_id=request, blocks=first.blocks, tokens=first.tokens
+        )
     if first.state == "preempted":
         yield PrefillPreempted(transfer_id=of, request_id=request)
     if first.state in ("kept", "sent", "failed"):

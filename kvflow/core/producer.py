@@ -8,6 +8,10 @@ The idea: two things must come together, the finished prefill and the consumer's
 second of the two, whichever it is, takes the record to `transferring`, or to `lent` if the consumer
 reads. Everything else is about one of them being late, doubled, withdrawn or lost.
 
+Where both are here before the prompt is computed to its end, what is complete is written stretch by
+stretch while vLLM goes on (`streaming`), each as a write of its own; what is left at the end is the
+last one. A stretch counts when its write is done, and only as long as the prefill is not preempted.
+
 Where one rank here writes to several ranks of a consumer (it has fewer ranks, or other ones), each
 of those has a record of its own, a *part*; all parts see the same prefill, and vLLM gets its blocks
 back with the last.
@@ -20,7 +24,7 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 
-from kvflow.core.events import PrefillFinished, WriteDone, WriteFailed
+from kvflow.core.events import PrefillAdvanced, PrefillFinished, WriteDone, WriteFailed
 from kvflow.core.notices import Blocks, Cancel, Fetched, Register
 from kvflow.core.reasons import Reason
 from kvflow.core.turn import Record, Turn
@@ -33,6 +37,8 @@ STATES = {
     "allocated": "vLLM has the prompt and computes it; no consumer has registered",
     "held": "a consumer has registered; no prefill with this id is known here yet",
     "registered": "a consumer has registered, and vLLM computes the prompt",
+    "streaming": "vLLM computes the prompt, and what is complete of it is being written",
+    "recalled": "vLLM took the blocks away amid a write, whose end is awaited; a consumer waits",
     "preempted": "vLLM took the blocks away and will compute the prompt again; no registration",
     "prefilled": "the KV is complete and pinned; no consumer has registered",
     "transferring": "the KV is being written into the consumer's blocks",
@@ -45,11 +51,13 @@ STATES = {
     "failed": "over without a complete transfer; nothing of it can land any more",
     "forgotten": "the record is deleted",
 }
-AWAITED = frozenset({"held", "registered"})
+AWAITED = frozenset({"held", "registered", "streaming", "recalled"})
 """A consumer waits for the prefill."""
-LIVE = frozenset(
-    "allocated held registered preempted prefilled transferring lent draining kept".split()
-)
+COMPUTING = frozenset({"allocated", "registered", "streaming"})
+"""vLLM computes the prompt."""
+WRITING = frozenset({"streaming", "transferring"})
+"""Slices may be posted."""
+LIVE = AWAITED | frozenset("allocated preempted prefilled transferring lent draining kept".split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +101,10 @@ class ProducerRecord(Record):
     failures     WRITEs of this prefill that have failed.
     retry_of     consumer and attempt whose WRITE failed last; the same load may try once more.
     part         what this record is of: the transfer's KV for one of the consumer's workers.
+    is_finished  vLLM keeps the blocks until they are released here; else they are a running
+                 request's, as far as `tokens`.
+    posted       the open write, if there is one, is complete up to this token.
+    written      what lies before this token has been written to the registered consumer.
     kept_until   once it was written, its blocks are kept until then, however often it is written.
     settled      peer -> highest attempt of which it was told, or could be told, that nothing can
                  land any more; a later-arriving registration of such an attempt is stale.
@@ -104,6 +116,9 @@ class ProducerRecord(Record):
     blocks: Blocks = ()
     tokens: int = 0
     is_exact: bool = False
+    is_finished: bool = False
+    posted: int = 0
+    written: int = 0
     registration: Registration | None = None
     lease_until: float = -math.inf
     write_until: float = -math.inf
@@ -133,6 +148,15 @@ def prefill_name(request_id: RequestId) -> str:
 P = ProducerRecord
 
 # -- guards --------------------------------------------------------------------------------------
+
+
+def _covers_some(
+    progress: P | PrefillAdvanced, wanted: Register | Registration, written: int
+) -> bool:
+    """Whether there is something to write beyond what is `written`; never for one that reads."""
+    if wanted.reads or not len(wanted.blocks) == len(progress.blocks) == len(wanted.starts):
+        return False
+    return min(progress.tokens, wanted.tokens) > max(written, min(wanted.starts))
 
 
 def _covers(prefill: P | PrefillFinished, wanted: Register | Registration) -> bool:
@@ -190,14 +214,66 @@ def keep_until(record: P, turn: Turn) -> float:
     return turn.now + turn.timings.keep_sent_s
 
 
-def is_to_be_kept(record: P, event: WriteDone | Fetched, turn: Turn) -> bool:
+def _wants_it_kept(record: P, turn: Turn) -> bool:
     """Not at a shutdown, and only for a consumer that will say when it is enough."""
     asked = record.registration is not None and record.registration.keep
     return asked and record.ends_by == math.inf and turn.now < keep_until(record, turn)
 
 
-def is_not_to_be_kept(record: P, event: WriteDone | Fetched, turn: Turn) -> bool:
-    return not is_to_be_kept(record, event, turn)
+def lacks_the_rest(record: P, event: WriteDone, turn: Turn) -> bool:
+    """What is being written is not all that is owed."""
+    assert record.registration is not None
+    return record.posted < record.registration.tokens
+
+
+def is_to_be_kept(record: P, event: WriteDone, turn: Turn) -> bool:
+    return not lacks_the_rest(record, event, turn) and _wants_it_kept(record, turn)
+
+
+def is_not_to_be_kept(record: P, event: WriteDone, turn: Turn) -> bool:
+    return not lacks_the_rest(record, event, turn) and not _wants_it_kept(record, turn)
+
+
+def is_to_be_kept_once_read(record: P, event: Fetched, turn: Turn) -> bool:
+    return _wants_it_kept(record, turn)
+
+
+def is_not_to_be_kept_once_read(record: P, event: Fetched, turn: Turn) -> bool:
+    return not _wants_it_kept(record, turn)
+
+
+def has_all_written(record: P, event: WriteDone, turn: Turn) -> bool:
+    """While vLLM still runs the request. What is to be kept must have been given to us first."""
+    return is_not_to_be_kept(record, event, turn)
+
+
+def has_more_to_write(record: P, event: WriteDone, turn: Turn) -> bool:
+    assert record.registration is not None
+    return not has_all_written(record, event, turn) and _covers_some(
+        record, record.registration, record.posted
+    )
+
+
+def waits_for_more(record: P, event: WriteDone, turn: Turn) -> bool:
+    return not has_all_written(record, event, turn) and not has_more_to_write(record, event, turn)
+
+
+def brings_more(record: P, event: PrefillAdvanced, turn: Turn) -> bool:
+    assert record.registration is not None
+    return _covers_some(event, record.registration, record.written)
+
+
+def brings_nothing(record: P, event: PrefillAdvanced, turn: Turn) -> bool:
+    return not brings_more(record, event, turn)
+
+
+def finds_some(record: P, event: RegisteredBy, turn: Turn) -> bool:
+    """Of the prompt that is being computed, something that the consumer lacks is complete."""
+    return _covers_some(record, event.register, 0)
+
+
+def finds_nothing(record: P, event: RegisteredBy, turn: Turn) -> bool:
+    return not finds_some(record, event, turn)
 
 
 def wants_what_is_kept(record: P, event: RegisteredBy, turn: Turn) -> bool:

@@ -3,12 +3,16 @@
 import dataclasses
 
 from kvflow.core import producer_steps as step
-from kvflow.core.effects import Ignored, ReportSent
-from kvflow.core.events import PrefillFinished, PrefillStarted, WriteDone, WriteFailed
+from kvflow.core.effects import Ignored, ReportSent, StopWrite
+from kvflow.core.events import (
+    PrefillAdvanced,
+    PrefillFinished,
+    PrefillStarted,
+)
 from kvflow.core.notices import Renew
 from kvflow.core.producer import CancelledBy, ProducerRecord, RegisteredBy, keep_until
 from kvflow.core.reasons import Reason, Standing
-from kvflow.core.turn import PeerGone, Turn
+from kvflow.core.turn import Turn
 
 P = ProducerRecord
 
@@ -29,6 +33,30 @@ def note_prefill_of_registration(record: P, event: PrefillStarted, turn: Turn) -
     step.extend(record, turn)
 
 
+def note_progress(record: P, event: PrefillAdvanced, turn: Turn) -> None:
+    record.blocks = event.blocks
+    record.tokens = event.tokens
+
+
+def note_prefill_and_progress(record: P, event: PrefillAdvanced, turn: Turn) -> None:
+    record.request_id = event.request_id
+    turn.arm(step.deadline_key(record), turn.timings.prefill_max_s)
+    note_progress(record, event, turn)
+
+
+def note_prefill_and_progress_of_registration(
+    record: P, event: PrefillAdvanced, turn: Turn
+) -> None:
+    record.request_id = event.request_id
+    step.extend(record, turn)
+    note_progress(record, event, turn)
+
+
+def write_stretch(record: P, event: PrefillAdvanced, turn: Turn) -> None:
+    note_progress(record, event, turn)
+    step.write(record, turn)
+
+
 def begin_again(record: P, event: PrefillStarted, turn: Turn) -> None:
     """The id is used for a new transfer: nothing of the old one counts, except what is settled."""
     step.settle_registration(record)
@@ -42,7 +70,25 @@ def pin(record: P, event: PrefillFinished, turn: Turn) -> None:
     record.blocks = event.blocks
     record.tokens = event.tokens
     record.is_exact = event.is_exact
+    record.is_finished = True
     turn.arm(step.deadline_key(record), turn.timings.lease_s)
+
+
+def pin_amid_write(record: P, event: PrefillFinished, turn: Turn) -> None:
+    """The stretch that is being written goes on; the rest follows."""
+    pin(record, event, turn)
+    step.extend(record, turn)
+
+
+def pin_to_release(record: P, event: PrefillFinished, turn: Turn) -> None:
+    """The write that is being stopped may still read them."""
+    record.request_id = event.request_id
+    record.is_finished = True
+
+
+def pin_and_stop(record: P, event: PrefillFinished, turn: Turn) -> None:
+    pin_to_release(record, event, turn)
+    step.stop(record, turn, Reason.MISMATCH)
 
 
 def pin_anew(record: P, event: PrefillFinished, turn: Turn) -> None:
@@ -88,8 +134,13 @@ def fail_aborted(record: P, event: object, turn: Turn) -> None:
     step.end(record, turn, Reason.ABORTED)
 
 
+def stop_aborted(record: P, event: object, turn: Turn) -> None:
+    step.stop(record, turn, Reason.ABORTED)
+
+
 def drop_prefill(record: P, event: object, turn: Turn) -> None:
     record.request_id = None
+    step.forget_prefill(record)
     turn.arm(step.deadline_key(record), turn.timings.prefill_max_s)
 
 
@@ -97,8 +148,16 @@ def drop_prefill_keep_registration(record: P, event: object, turn: Turn) -> None
     """The registration waits for a prefill anew, and its bounded time for that starts now."""
     assert record.registration is not None
     record.request_id = None
+    step.forget_prefill(record)
+    step.forget_written(record)
     record.registration = dataclasses.replace(record.registration, since=turn.now)
     step.extend(record, turn)
+
+
+def recall(record: P, event: object, turn: Turn) -> None:
+    """The next prefill is sent from its first token on, once nothing of this one can land."""
+    drop_prefill_keep_registration(record, event, turn)
+    turn.effects.append(StopWrite(part=record.part, attempt=record.attempt))
 
 
 def fail_ambiguous(record: P, event: object, turn: Turn) -> None:
@@ -248,6 +307,12 @@ def refuse_superseded(record: P, event: RegisteredBy, turn: Turn) -> None:
     step.refuse(record, turn, event.peer, event.register.attempt, Reason.SUPERSEDED)
 
 
+def refuse_capacity(record: P, event: RegisteredBy, turn: Turn) -> None:
+    turn.effects.append(Ignored(kind="registration_beyond_limit", key=event.peer))
+    step.refuse(record, turn, event.peer, event.register.attempt, Reason.CAPACITY)
+    step.end(record, turn, Reason.CAPACITY)
+
+
 # -- actions: cancel -----------------------------------------------------------------------------
 
 
@@ -266,11 +331,6 @@ def cancel_and_release(record: P, event: CancelledBy, turn: Turn) -> None:
     cancel(record, event, turn)
 
 
-def let_go_cancelled(record: P, event: CancelledBy, turn: Turn) -> None:
-    let_go(record, event, turn)
-    confirm_cancel(record, event, turn)
-
-
 def stop_cancelled(record: P, event: CancelledBy, turn: Turn) -> None:
     step.settle(record, event.peer, event.cancel.attempt)
     step.stop(record, turn, Reason.CANCELLED)
@@ -279,129 +339,3 @@ def stop_cancelled(record: P, event: CancelledBy, turn: Turn) -> None:
 def answer_cancel_stopping(record: P, event: CancelledBy, turn: Turn) -> None:
     step.settle(record, event.peer, event.cancel.attempt)
     answer_stopping(record, event, turn)
-
-
-# -- actions: writing and ending -----------------------------------------------------------------
-
-
-def finish(record: P, event: WriteDone, turn: Turn) -> None:
-    record.bytes = event.bytes
-    record.runs = event.runs
-    step.close(record, turn)
-    answer_done(record, event, turn)
-    step.end(record, turn, None)
-
-
-def finish_and_keep(record: P, event: WriteDone, turn: Turn) -> None:
-    record.bytes = event.bytes
-    record.runs = event.runs
-    turn.ledger.close_write(record.part)
-    keep(record, event, turn)
-
-
-def keep(record: P, event: object, turn: Turn) -> None:
-    record.kept_until = keep_until(record, turn)
-    turn.arm(step.deadline_key(record), record.kept_until - turn.now)
-    answer_kept(record, event, turn)
-
-
-def let_go(record: P, event: object, turn: Turn) -> None:
-    """What is kept in case that the consumer is preempted goes back."""
-    step.release(record, record.request_id, turn)
-    step.end(record, turn, None)
-
-
-def keep_for_retry(record: P, event: WriteFailed, turn: Turn) -> None:
-    """The attempt is over, its blocks are not: another attempt may follow, for a while."""
-    record.detail = event.detail
-    record.failures += 1
-    turn.ledger.close_write(record.part)
-    step.tell(record, turn, Reason.WRITE_FAILED)
-    assert record.registration is not None
-    record.retry_of = (record.registration.peer, record.attempt)
-    record.registration = None
-    turn.arm(step.deadline_key(record), turn.timings.retry_hold_s)
-
-
-def fail_released(record: P, event: object, turn: Turn) -> None:
-    step.tell(record, turn, Reason.CANCELLED)
-    step.end(record, turn, Reason.CANCELLED)
-
-
-def release_asked(record: P, event: object, turn: Turn) -> None:
-    step.release(record, record.request_id, turn)
-    fail_released(record, event, turn)
-
-
-def stop_released(record: P, event: object, turn: Turn) -> None:
-    step.stop(record, turn, Reason.CANCELLED)
-
-
-def refuse_capacity(record: P, event: RegisteredBy, turn: Turn) -> None:
-    turn.effects.append(Ignored(kind="registration_beyond_limit", key=event.peer))
-    step.refuse(record, turn, event.peer, event.register.attempt, Reason.CAPACITY)
-    step.end(record, turn, Reason.CAPACITY)
-
-
-def fail_write(record: P, event: WriteFailed, turn: Turn) -> None:
-    record.detail = event.detail
-    step.close(record, turn)
-    step.tell(record, turn, Reason.WRITE_FAILED)
-    step.end(record, turn, Reason.WRITE_FAILED)
-
-
-def finish_draining(record: P, event: object, turn: Turn) -> None:
-    """The last handle has ended: now, and not before, blocks go back and the consumer is told."""
-    step.close(record, turn)
-    answer_failed(record, event, turn)
-    step.end(record, turn, record.reason)
-
-
-def stop_expired(record: P, event: object, turn: Turn) -> None:
-    step.stop(record, turn, Reason.EXPIRED)
-
-
-def tear_down(record: P, event: object, turn: Turn) -> None:
-    """A write that neither ends nor fails: make its peer unreachable, so that it must."""
-    assert record.registration is not None
-    turn.arm(step.deadline_key(record), turn.timings.write_drain_s)
-    gone = PeerGone(agent=record.registration.peer, detail="a write to it did not end")
-    turn.follow_ups.append(gone)
-
-
-def fail_expired(record: P, event: object, turn: Turn) -> None:
-    step.tell(record, turn, Reason.EXPIRED)
-    step.end(record, turn, Reason.EXPIRED)
-
-
-def release_expired(record: P, event: object, turn: Turn) -> None:
-    step.release(record, record.request_id, turn)
-    fail_expired(record, event, turn)
-
-
-def give_way(record: P, event: object, turn: Turn) -> None:
-    record.detail = "vLLM was out of blocks, and consumers waited for other prefills"
-    release_expired(record, event, turn)
-
-
-def fail_peer_lost(record: P, event: object, turn: Turn) -> None:
-    step.end(record, turn, Reason.PEER_LOST)
-
-
-def stop_peer_lost(record: P, event: object, turn: Turn) -> None:
-    step.stop(record, turn, Reason.PEER_LOST)
-
-
-def fail_closing(record: P, event: object, turn: Turn) -> None:
-    step.tell(record, turn, Reason.SHUTDOWN)
-    step.end(record, turn, Reason.SHUTDOWN)
-
-
-def release_closing(record: P, event: object, turn: Turn) -> None:
-    step.release(record, record.request_id, turn)
-    fail_closing(record, event, turn)
-
-
-def bound_by_drain(record: P, event: object, turn: Turn) -> None:
-    record.ends_by = turn.now + turn.timings.drain_s
-    turn.arm(step.deadline_key(record), turn.timings.drain_s)

@@ -6,6 +6,7 @@ the consumer (`Fetched`), and answered by whether they are pinned still.
 """
 
 from kvflow.core import producer_actions as p
+from kvflow.core import producer_endings as e
 from kvflow.core import producer_steps as step
 from kvflow.core.events import PrefillFinished
 from kvflow.core.producer import ProducerRecord, RegisteredBy
@@ -44,4 +45,4 @@ def finish_lent(record: P, event: object, turn: Turn) -> None:
 
 def release_peer_lost(record: P, event: object, turn: Turn) -> None:
     step.release(record, record.request_id, turn)
-    p.fail_peer_lost(record, event, turn)
+    e.fail_peer_lost(record, event, turn)

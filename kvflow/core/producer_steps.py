@@ -3,6 +3,7 @@
 import math
 
 from kvflow.core.effects import PostWrite, ReportSent, StopWrite
+from kvflow.core.events import WriteDone
 from kvflow.core.notices import Accepted, Done, Failed, Readable
 from kvflow.core.producer import NAME, ProducerRecord, RegisteredBy, Registration
 from kvflow.core.reasons import Reason, Standing
@@ -59,6 +60,7 @@ def note(record: P, event: RegisteredBy, turn: Turn) -> None:
     )
     record.write_until = -math.inf
     record.ends_by = math.inf
+    forget_written(record)
     extend(record, turn)
     grant(record, register.write_until_s, turn)
 
@@ -86,7 +88,21 @@ def release(record: P, request_id: RequestId | None, turn: Turn) -> None:
     assert request_id is not None
     if turn.ledger.unpin(request_id, record.part):
         turn.effects.append(ReportSent(request_id=request_id))
+    forget_prefill(record)
+
+
+def forget_prefill(record: P) -> None:
     record.blocks = ()
+    record.tokens = 0
+    record.is_finished = False
+
+
+def forget_written(record: P) -> None:
+    """Whatever has been, or is being, written to the registered consumer does not count."""
+    record.posted = 0
+    record.written = 0
+    record.bytes = 0
+    record.runs = 0
 
 
 def end(record: P, turn: Turn, reason: Reason | None) -> None:
@@ -115,18 +131,19 @@ def tell_done(record: P, turn: Turn, kept_s: float) -> None:
 def begin_anew(record: P) -> None:
     record.reason = None
     record.detail = ""
-    record.bytes = 0
-    record.runs = 0
     record.failures = 0
     record.retry_of = None
     record.kept_until = None
     record.spent_ms.clear()
+    forget_prefill(record)
+    forget_written(record)
 
 
 def write(record: P, turn: Turn) -> None:
-    """The rendezvous: both sides are here, so the WRITE starts."""
+    """Write what is complete, owed and not written."""
     wanted = record.registration
     assert wanted is not None and record.request_id is not None
+    record.posted = min(record.tokens, wanted.tokens)
     turn.ledger.open_write(record.part, wanted.attempt, record.request_id)
     turn.effects.append(
         PostWrite(
@@ -136,9 +153,19 @@ def write(record: P, turn: Turn) -> None:
             source=record.blocks,
             destination=wanted.blocks,
             starts=wanted.starts,
-            tokens=wanted.tokens,
+            tokens=record.posted,
+            moved=record.written,
         )
     )
+
+
+def count(record: P, event: WriteDone, turn: Turn) -> None:
+    """A write is done. It counts, unless its blocks were taken away amid it."""
+    turn.ledger.close_write(record.part)
+    if record.posted:
+        record.written = record.posted
+        record.bytes += event.bytes
+        record.runs += event.runs
 
 
 def lend(record: P, turn: Turn) -> None:
@@ -162,5 +189,7 @@ def stop(record: P, turn: Turn, reason: Reason) -> None:
 
 
 def close(record: P, turn: Turn) -> None:
+    """The last handle has ended; vLLM gets the blocks back if it has given them."""
     turn.ledger.close_write(record.part)
-    release(record, record.request_id, turn)
+    if record.is_finished:
+        release(record, record.request_id, turn)

@@ -13,7 +13,7 @@ event, a load or a prefill that vLLM waits for is reported as ended, and the oth
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from kvflow.core import Engine, Reason
@@ -131,6 +131,10 @@ class Driver:
         return any(
             each.can_post(in_flight_max) and self._may_post(each) for each in self._transfers
         )
+
+    def reads(self, requests: Iterable[RequestId]) -> bool:
+        """Whether some write may still read one of these prefills' blocks."""
+        return any(self.engine.ledger.reads(request) for request in requests)
 
     # -- turns -------------------------------------------------------------------------------------
 

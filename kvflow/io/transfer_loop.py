@@ -12,7 +12,7 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from kvflow.core import Urgency
 from kvflow.core import events as ev
@@ -20,6 +20,7 @@ from kvflow.errors import KVFlowError, TransportError
 from kvflow.ids import Address
 from kvflow.io.coordinates import Identity
 from kvflow.io.driver import Driver, Observer
+from kvflow.io.gates import Gates, Ready
 from kvflow.io.port import Port
 from kvflow.io.seal import Seal
 from kvflow.io.side_channel import meet
@@ -29,6 +30,9 @@ from kvflow.settings import Settings
 from kvflow.wire import codec
 from kvflow.wire import messages as m
 
+_Overtaking = ev.PrefillStarted | ev.PrefillFinished | ev.PrefillPreempted | ev.PrefillAborted
+"""What overtakes the news of a step that the device has not confirmed yet."""
+_Gated = tuple[Ready, Sequence[ev.PrefillAdvanced]]
 _START_TIMEOUT_S = 120.0
 _CLOSE_TIMEOUT_S = 10.0
 """For what closing takes beside `drain_s`."""
@@ -57,7 +61,8 @@ class TransferLoop:
         self._clock = clock
         self._seal = seal or Seal()
         self._thread = LoopThread(name)
-        self._inbox: deque[ev.Event] = deque()
+        self._inbox: deque[ev.Event | _Gated] = deque()
+        self._gates = Gates()
         self._port: Port | None = None
         self._driver: Driver | None = None
         self._timer: PollTimer | None = None
@@ -83,11 +88,33 @@ class TransferLoop:
         """
         return self._thread.run(self._open(identity), _START_TIMEOUT_S)
 
-    def submit(self, events: Iterable[ev.Event]) -> None:
+    def submit(self, events: Sequence[ev.Event]) -> None:
         """Hand events over, in order. Returns at once."""
-        self._inbox.extend(events)
-        if self._inbox:
+        if events:
+            self._inbox.extend(events)
             self._thread.call(self._take_inbox)
+
+    def submit_when(self, ready: Ready, events: Sequence[ev.PrefillAdvanced]) -> None:
+        """The same, for events that count once `ready` says so. It is asked in the loop thread."""
+        self._inbox.append((ready, events))
+        self._thread.call(self._take_inbox)
+
+    def withdraw(self, events: Sequence[ev.PrefillPreempted | ev.PrefillAborted]) -> None:
+        """Hand over that vLLM takes running requests' blocks; returns when nothing reads them.
+
+        Nothing is posted from them any more. What is under way has ended within `slice_max_s`, on
+        which every promise about blocks rests; no longer is waited, and what such a write brings
+        does not count in any case.
+        """
+        slice_max_s = self._settings.timings.slice_max_s
+        try:
+            over = self._thread.run(self._withdraw(events, slice_max_s), 2 * slice_max_s)
+        except KVFlowError as error:
+            self._observer.failed("withdraw", error)
+            return
+        if not over:
+            late = TransportError(f"blocks are still read {slice_max_s} s after they were taken")
+            self._observer.failed("withdraw", late)
 
     def suspend(self) -> None:
         """End what is live, tell the peers, deregister memory; `open` starts again. Idempotent."""
@@ -147,6 +174,7 @@ class TransferLoop:
         if self._timer is not None:
             self._timer.close()
         self._driver = self._port = self._timer = None
+        self._gates = Gates()
         try:
             port.close()
         finally:
@@ -157,13 +185,46 @@ class TransferLoop:
         if driver is None:
             return
         while self._inbox:
-            driver.take(self._inbox.popleft())
+            self._take(driver, self._inbox.popleft())
+        self._open_gates(driver)
         self._pace()
+
+    def _take(self, driver: Driver, news: ev.Event | _Gated) -> None:
+        if isinstance(news, tuple):
+            self._gates.add(*news)
+            return
+        if self._gates and isinstance(news, _Overtaking):
+            self._open_gates(driver)
+            self._gates.overtake(news.request_id)
+        driver.take(news)
+
+    def _open_gates(self, driver: Driver) -> None:
+        for event in self._gates.opened():
+            driver.take(event)
+
+    async def _withdraw(
+        self, events: Sequence[ev.PrefillPreempted | ev.PrefillAborted], within_s: float
+    ) -> bool:
+        """Whether nothing reads the blocks any more."""
+        driver = self._driver
+        if driver is None:
+            return True
+        self._take_inbox()
+        for event in events:
+            self._take(driver, event)
+        requests = [event.request_id for event in events]
+        until = self._clock() + within_s
+        while driver.reads(requests) and self._clock() < until:
+            driver.look()
+            await asyncio.sleep(0.001 if driver.reads(requests) else 0)
+        self._pace()
+        return not driver.reads(requests)
 
     def _look(self) -> None:
         self._soon = None
         if self._driver is not None:
             try:
+                self._open_gates(self._driver)
                 self._driver.look()
             finally:
                 self._pace()
@@ -177,7 +238,8 @@ class TransferLoop:
             timer.set_interval(None)
             self._soon = self._soon or asyncio.get_running_loop().call_soon(self._look)
         else:
-            timer.set_interval(self._intervals_s[driver.engine.urgency()])
+            urgency = Urgency.QUICK if self._gates else driver.engine.urgency()
+            timer.set_interval(self._intervals_s[urgency])
 
     def _start_meeting(self, address: Address) -> None:
         driver = self._driver

@@ -145,6 +145,7 @@ def blocks_of(order: PostWrite | PostRead) -> list[GroupBlocks]:
             destination=np.asarray(destination, dtype=np.int64),
             start=start,
             tokens=order.tokens,
+            moved=order.moved if isinstance(order, PostWrite) else 0,
         )
         for source, destination, start in zip(
             order.source, order.destination, order.starts, strict=True

@@ -34,8 +34,9 @@ class GroupBlocks:
     source       block ids from token 0 on. Id 0 is vLLM's null block: nothing is there (freed, say,
                  since it is outside of a sliding window).
     destination  block ids from the block that holds token `start` on.
-    start        the first token that is owed; what lies before is there already.
+    start        the first token that the destination lacks; what lies before is there already.
     tokens       where the owed tokens end (excluded). Nothing is owed if it is not above `start`.
+    moved        what lies before this token was moved earlier, and is not owed any more.
 
     More blocks than needed may be given; they are left alone. Of a state group both lists hold
     exactly one id, and `start` and `tokens` mean nothing.
@@ -45,6 +46,7 @@ class GroupBlocks:
     destination: Int64s
     start: int
     tokens: int
+    moved: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +105,7 @@ class Cut:
             raise ValueError(f"no blocks of group {self.group} among those of {len(groups)} groups")
         blocks = groups[self.group]
         start, tokens = (0, 1) if self.is_state else (blocks.start, blocks.tokens)
+        owed = 0 if self.is_state else max(start, blocks.moved)
         counts = len(blocks.source), len(blocks.destination)
         if self.is_state and counts != (1, 1):
             raise ValueError(
@@ -113,8 +116,8 @@ class Cut:
             raise ValueError(f"group {self.group}: start {start} is negative")
         # Both ends are rounded outwards to whole pieces: what is moved too much lies in blocks of
         # this request, and is either what the destination holds already or nobody's.
-        stop = -(-tokens // self.tokens) if tokens > start else 0
-        pieces = range(start // self.tokens, stop)
+        stop = -(-tokens // self.tokens) if tokens > owed else 0
+        pieces = range(owed // self.tokens, stop)
         name = f"group {self.group}"
         source = self.source.places(f"{name}, source", blocks.source, 0, pieces, self.tokens)
         return source, self.destination.places(

@@ -131,6 +131,12 @@ def aborted(request: str = "r", of: TransferId = T) -> ev.PrefillAborted:
     return ev.PrefillAborted(transfer_id=of, request_id=RequestId(request))
 
 
+def advanced(request: str = "r", of: TransferId = T, tokens: int = TOKENS - 1) -> ev.Event:
+    return ev.PrefillAdvanced(
+        transfer_id=of, request_id=RequestId(request), blocks=((1, 2, 3),), tokens=tokens
+    )
+
+
 def finished(
     request: str = "r",
     of: TransferId = T,

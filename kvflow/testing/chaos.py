@@ -17,6 +17,7 @@ from kvflow.testing.engines import Consumer, Producer
 from kvflow.testing.faults import Fault
 from kvflow.testing.machines import TIMINGS, Machines
 from kvflow.testing.prompts import Load, Prefill
+from kvflow.testing.sizes import BLOCK_TOKENS
 
 MOMENTS_S = (0.0006, 0.0015, 0.003, 0.01, 0.05, 0.2, 0.4)
 WHILES_S = (0.8, 1.2, 2.6, 4.0, 8.0, 14.0, 70.0)
@@ -153,6 +154,12 @@ class Chaos(Machines):
             self.world.say(f"{producer.name} has computed {prefill.transfer_id}")
             producer.finish(prefill)
 
+    def advance_prefill(self, pick: int, tokens: int) -> None:
+        if found := self.prefills("running"):
+            producer, prefill = found[pick % len(found)]
+            self.world.say(f"{producer.name} has computed more of {prefill.transfer_id}")
+            producer.advance(prefill, tokens)
+
     def allocate_prefill_again(self, pick: int) -> None:
         """vLLM says more than once that it computes a prompt."""
         if found := self.prefills("running"):
@@ -214,9 +221,18 @@ class Chaos(Machines):
             consumer.refuse(transfer_id)
 
     def dispatch_both_legs(
-        self, where: int, old: bool, first: bool, then_s: float, reads: bool = False
+        self,
+        where: int,
+        old: bool,
+        first: bool,
+        then_s: float,
+        steps: int = 0,
+        reads: bool = False,
     ) -> None:
-        """What a router does: both legs at once, or the consumer's after the prefill."""
+        """What a router does: both legs at once, or the consumer's after the prefill.
+
+        steps  of vLLM, of a block of tokens each, before the prompt is computed to its end.
+        """
         consumer, producer = self.consumers[0], self._producer(where)
         transfer_id = self._id(0, old, [])
         if consumer.alive and first:
@@ -224,6 +240,10 @@ class Chaos(Machines):
         if producer.alive:
             prefill = self._begin(producer, transfer_id)
             self.world.advance(then_s)
+            for _ in range(steps):
+                if prefill and prefill.state == "running" and producer.alive:
+                    producer.advance(prefill, BLOCK_TOKENS)
+                self.world.advance(then_s)
             if prefill and prefill.state == "running" and producer.alive:
                 producer.finish(prefill)
         if consumer.alive and not first:

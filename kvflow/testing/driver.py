@@ -14,14 +14,22 @@ from kvflow.core import Engine, Timings
 from kvflow.core import effects as ef
 from kvflow.core import events as ev
 from kvflow.core.ledger import Block
-from kvflow.ids import AgentName, Incarnation, PartId, Rank, RequestId, TransferId, part_id
-from kvflow.testing import invariants
+from kvflow.ids import (
+    AgentName,
+    Incarnation,
+    PartId,
+    Rank,
+    RequestId,
+    TransferId,
+    part_id,
+    transfer_of,
+)
 from kvflow.testing.network import Frame, Hello
+from kvflow.testing.sizes import BLOCK_TOKENS, complete_blocks
 
 if TYPE_CHECKING:
     from kvflow.testing.world import World
 
-BLOCK_TOKENS = 16
 SLICE_BLOCKS = 2
 SLICES_AT_ONCE = 2
 RETRY_S = 0.05
@@ -236,15 +244,23 @@ class Node:
     def _post(self, effect: ef.PostWrite | ef.PostRead) -> None:
         key = key_of(effect)
         assert key not in self.moves, "one write of a part, one read from a rank at a time"
-        source = tuple(
-            ids[start // BLOCK_TOKENS :][: len(to)]
-            for ids, start, to in zip(effect.source, effect.starts, effect.destination, strict=True)
-        )
-        self.moves[key] = Move(
-            effect=effect,
-            source=invariants.flat(source),
-            destination=invariants.flat(effect.destination),
-        )
+        transfer_id = self._transfer_of(effect)
+        moved = effect.moved if isinstance(effect, ef.PostWrite) else 0
+        begins = complete_blocks(transfer_id, moved)
+        stops = complete_blocks(transfer_id, effect.tokens)
+        source: list[Block] = []
+        destination: list[Block] = []
+        for group, start in enumerate(effect.starts):
+            skipped = start // BLOCK_TOKENS
+            for nth in range(max(skipped, begins[group]), stops[group]):
+                source.append((group, effect.source[group][nth]))
+                destination.append((group, effect.destination[group][nth - skipped]))
+        self.moves[key] = Move(effect=effect, source=tuple(source), destination=tuple(destination))
+
+    def _transfer_of(self, effect: ef.PostWrite | ef.PostRead) -> TransferId:
+        if isinstance(effect, ef.PostWrite):
+            return transfer_of(effect.part)
+        return self.engine.records.consumers[effect.request_id].transfer_id
 
     def _stop(self, effect: ef.StopWrite | ef.StopRead) -> None:
         move = self.moves[key_of(effect)]

@@ -11,14 +11,18 @@ from kvflow.core import events as ev
 from kvflow.core.ledger import Block
 from kvflow.core.notices import Blocks, Offer
 from kvflow.core.producer import prefill_name
-from kvflow.ids import ATTEMPT_STRIDE, Address, Rank, RequestId, TransferId
+from kvflow.ids import ATTEMPT_STRIDE, Address, AgentName, Rank, RequestId, TransferId
 from kvflow.testing import invariants
-from kvflow.testing.driver import BLOCK_TOKENS, Node, Tag
+from kvflow.testing.driver import Node, Tag
 from kvflow.testing.faults import Fault
-from kvflow.testing.prompts import Load, Pool, Prefill, blocks_of, tokens_of
+from kvflow.testing.prompts import Load, Pool, Prefill
+from kvflow.testing.sizes import BLOCK_TOKENS, blocks_of, complete_blocks, tokens_of
 
 if TYPE_CHECKING:
     from kvflow.testing.world import World
+
+
+READ_POLL_S = 0.01
 
 
 class Producer:
@@ -92,18 +96,36 @@ class Producer:
             ev.PrefillStarted(transfer_id=prefill.transfer_id, request_id=prefill.request_id)
         )
 
-    def finish(self, prefill: Prefill) -> None:
-        prefill.state = "finished"
-        prefill.held_by = {node.agent for node in self.nodes}
+    def advance(self, prefill: Prefill, tokens: int) -> None:
+        """Compute some more of the prompt, at most to its end."""
+        self._compute(prefill, min(prefill.computed + tokens, tokens_of(prefill.transfer_id)))
+        self._tell(
+            ev.PrefillAdvanced(
+                transfer_id=prefill.transfer_id,
+                request_id=prefill.request_id,
+                blocks=prefill.blocks,
+                tokens=prefill.computed,
+            )
+        )
+
+    def _compute(self, prefill: Prefill, tokens: int) -> None:
+        """The KV of the tokens up to this one is in memory."""
+        prefill.computed = tokens
+        complete = complete_blocks(prefill.transfer_id, tokens)
         for node in self.nodes:
             for group, ids in enumerate(prefill.blocks):
-                for position, block in enumerate(ids):
+                for position, block in enumerate(ids[: complete[group]]):
                     node.memory[(group, block), node.rank] = Tag(
                         transfer_id=prefill.transfer_id,
                         request_id=prefill.request_id,
                         group=group,
                         position=position,
                     )
+
+    def finish(self, prefill: Prefill) -> None:
+        self._compute(prefill, tokens_of(prefill.transfer_id))
+        prefill.state = "finished"
+        prefill.held_by = {node.agent for node in self.nodes}
         self.answers[prefill.transfer_id] = Offer(
             blocks=prefill.blocks,
             tokens=tokens_of(prefill.transfer_id),
@@ -120,14 +142,14 @@ class Producer:
 
     def preempt(self, prefill: Prefill) -> None:
         prefill.state = "preempted"
-        self._free(prefill)
+        self._take_away(prefill)
         self._tell(
             ev.PrefillPreempted(transfer_id=prefill.transfer_id, request_id=prefill.request_id)
         )
 
     def abort(self, prefill: Prefill) -> None:
         if prefill.state == "running":
-            self._free(prefill)
+            self._take_away(prefill)
         prefill.state = "over"
         self._tell(
             ev.PrefillAborted(transfer_id=prefill.transfer_id, request_id=prefill.request_id)
@@ -166,6 +188,25 @@ class Producer:
         if not prefill.held_by:
             prefill.state = "over"
             self._free(prefill)
+
+    def _take_away(self, prefill: Prefill) -> None:
+        """Scribbled over at once: what a slice reads from now on must not count.
+
+        They are used again when no slice reads them: a real worker waits for that.
+        """
+        for node in self.nodes:
+            for block in invariants.flat(prefill.blocks):
+                node.memory.pop((block, node.rank), None)
+        self._give_when_unread(self.pool, prefill.blocks, {node.agent for node in self.nodes})
+        prefill.computed = 0
+        prefill.blocks = ()
+
+    def _give_when_unread(self, pool: Pool, blocks: Blocks, workers: set[AgentName]) -> None:
+        taken = set(invariants.flat(blocks))
+        if any(each.sender in workers and taken & set(each.source) for each in self.world.slices):
+            self.world.later(READ_POLL_S, lambda: self._give_when_unread(pool, blocks, workers))
+        else:
+            pool.give(blocks)
 
     def _free(self, prefill: Prefill) -> None:
         self.pool.give(prefill.blocks)

@@ -85,8 +85,9 @@ def _allocate(chaos: Chaos, rng: Random) -> None:
 
 
 def _dispatch(chaos: Chaos, rng: Random) -> None:
+    steps = rng.choice((0, 0, 1, 3))
     where, old, first, then_s = _pick(rng), _old(chaos, rng), _yes(rng), rng.choice(MOMENTS_S)
-    chaos.dispatch_both_legs(where, old, first, then_s, _yes(rng))
+    chaos.dispatch_both_legs(where, old, first, then_s, steps, _yes(rng))
 
 
 def _change_faults(chaos: Chaos, rng: Random) -> None:
@@ -120,6 +121,7 @@ OPERATIONS: dict[str, tuple[float, Do]] = {
     "a_while": (3.0, _a_while),
     "begin_prefill": (4.0, lambda c, r: c.begin_prefill(_pick(r), _pick(r), _old(c, r))),
     "finish_prefill": (6.0, lambda c, r: c.finish_prefill(_pick(r))),
+    "advance_prefill": (8.0, lambda c, r: c.advance_prefill(_pick(r), r.choice((8, 16, 40, 200)))),
     "allocate_prefill_again": (1.0, lambda c, r: c.allocate_prefill_again(_pick(r))),
     "preempt_prefill": (2.0, lambda c, r: c.preempt_prefill(_pick(r))),
     "resume_prefill": (2.0, lambda c, r: c.resume_prefill(_pick(r))),

@@ -61,6 +61,65 @@ def p_preempted(bench: Bench) -> None:
     bench.take(b.preempted())
 
 
+def p_allocated_in_part(bench: Bench) -> None:
+    """Some of the prompt is computed, and nobody has registered."""
+    p_allocated(bench)
+    bench.take(b.advanced())
+
+
+def p_streaming(bench: Bench) -> None:
+    p_registered(bench)
+    bench.take(b.advanced())
+
+
+def p_streaming_with_more(bench: Bench) -> None:
+    """A stretch is being written, and the next one is complete, though not all."""
+    p_registered(bench)
+    bench.take(b.advanced(tokens=1), b.advanced())
+
+
+def p_streaming_to_the_end(bench: Bench) -> None:
+    """The last stretch is being written, and vLLM has not ended the request."""
+    p_registered(bench)
+    bench.take(b.advanced(tokens=b.TOKENS))
+
+
+def p_streaming_again(bench: Bench) -> None:
+    """The first stretch failed, and the consumer has registered once more."""
+    p_streaming(bench)
+    bench.take(write_failed(5))
+    bench.hear(C1, b.register(6))
+
+
+def p_streamed(bench: Bench) -> None:
+    """All that was complete has been written, as one stretch."""
+    p_streaming(bench)
+    bench.take(b.written())
+
+
+def p_recalled(bench: Bench) -> None:
+    p_streaming(bench)
+    bench.take(b.preempted())
+
+
+def p_streaming_recalled(bench: Bench) -> None:
+    """Preempted amid a stretch, and begun again before its write has ended."""
+    p_recalled(bench)
+    bench.take(b.started())
+
+
+def p_transferring_recalled(bench: Bench) -> None:
+    """The same, and computed to the end."""
+    p_streaming_recalled(bench)
+    bench.take(b.finished())
+
+
+def p_transferring_the_rest(bench: Bench) -> None:
+    """The prompt was complete while a stretch of it was being written."""
+    p_streaming(bench)
+    bench.take(b.finished())
+
+
 def p_prefilled(bench: Bench) -> None:
     p_allocated(bench)
     bench.take(b.finished())
@@ -121,6 +180,18 @@ def p_draining(bench: Bench) -> None:
     bench.hear(C1, b.cancel())
 
 
+def p_draining_stretch(bench: Bench) -> None:
+    """vLLM still computes the prompt."""
+    p_streaming(bench)
+    bench.hear(C1, b.cancel())
+
+
+def p_sent_early(bench: Bench) -> None:
+    """vLLM has not ended the request."""
+    p_streaming_to_the_end(bench)
+    bench.take(b.written())
+
+
 def p_sent(bench: Bench) -> None:
     p_transferring(bench)
     bench.take(b.written())
@@ -173,16 +244,30 @@ def p_floor(bench: Bench) -> None:
 
 PRODUCER_WAYS: dict[str, list[Script]] = {
     "unknown": [p_unknown, p_floor],
-    "allocated": [p_allocated, p_reused],
+    "allocated": [p_allocated, p_allocated_in_part, p_reused],
     "held": [p_held, p_held_by_a_reader],
-    "registered": [p_registered, p_registered_by_a_reader],
+    "registered": [p_registered, p_registered_by_a_reader, p_streamed],
+    "streaming": [
+        p_streaming,
+        p_streaming_with_more,
+        p_streaming_to_the_end,
+        p_streaming_again,
+        p_streaming_recalled,
+    ],
+    "recalled": [p_recalled],
     "preempted": [p_preempted, p_reused_preempted],
     "prefilled": [p_prefilled, p_reused_prefilled],
-    "transferring": [p_transferring, p_transferring_again, p_transferring_to_keep],
+    "transferring": [
+        p_transferring,
+        p_transferring_again,
+        p_transferring_to_keep,
+        p_transferring_the_rest,
+        p_transferring_recalled,
+    ],
     "lent": [p_lent, p_lent_to_keep],
-    "draining": [p_draining],
+    "draining": [p_draining, p_draining_stretch],
     "kept": [p_kept],
-    "sent": [p_sent],
+    "sent": [p_sent, p_sent_early],
     "failed": [p_failed, p_failed_registered, p_failed_too_long, p_failed_ambiguous],
 }
 
@@ -211,6 +296,8 @@ PRODUCER_EVENTS: dict[str, list[Script]] = {
     "prefill_finished": [takes(b.finished()), takes(b.finished(tokens=b.TOKENS - 1))],
     "prefill_aborted": [takes(b.aborted())],
     "prefill_preempted": [takes(b.preempted())],
+    "prefill_advanced": [takes(b.advanced()), takes(b.advanced(tokens=0))],
+    "rival_advanced": [takes(b.advanced("rival"))],
     "rival_started": [takes(b.started("rival"))],
     "rival_finished": [takes(b.finished("rival"))],
     "rival_ended": [takes(b.aborted("rival")), takes(b.preempted("rival"))],

@@ -1,27 +1,15 @@
 """What modelled vLLM engines know of their requests, and their pools of blocks."""
 
-import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvflow.core.notices import Blocks
 from kvflow.ids import AgentName, Rank, RequestId, TransferId
-from kvflow.testing.driver import BLOCK_TOKENS, Node, writes_to
+from kvflow.testing.driver import Node, writes_to
+from kvflow.testing.sizes import GROUPS
 
 if TYPE_CHECKING:
     from kvflow.testing.engines import Producer
-
-GROUPS = 2
-
-
-def blocks_of(transfer_id: TransferId) -> tuple[int, ...]:
-    """How many blocks per group the prompt of this transfer has: the same for all who ask."""
-    seed = zlib.crc32(transfer_id.encode())
-    return (2 + seed % 7, 1 + seed // 7 % 3)
-
-
-def tokens_of(transfer_id: TransferId) -> int:
-    return BLOCK_TOKENS * blocks_of(transfer_id)[0]
 
 
 class Pool:
@@ -50,12 +38,17 @@ class Pool:
 
 @dataclass(slots=True, kw_only=True)
 class Prefill:
-    """One request in a producer. `held_by`: workers that have not reported it yet."""
+    """One request in a producer.
+
+    held_by   workers that have not reported it yet.
+    computed  tokens whose KV is complete.
+    """
 
     request_id: RequestId
     transfer_id: TransferId
     state: str = "running"
     blocks: Blocks = ()
+    computed: int = 0
     held_by: set[AgentName] = field(default_factory=set)
 
 

@@ -1,5 +1,6 @@
 """What the scheduler half reads of vLLM's objects, and vLLM's calls to it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -94,9 +95,39 @@ def make(
 def step(
     half: SchedulerHalf, preempted: set[str] | None = None, tokens: int = 1
 ) -> tuple[ev.Event, ...]:
-    """A step in which vLLM computes so many tokens."""
-    output: Any = SimpleNamespace(preempted_req_ids=preempted, total_num_scheduled_tokens=tokens)
-    return half.step(output).events
+    """A step in which vLLM computes so many tokens, of nothing that is looked at here."""
+    made = half.step(step_output(preempted=preempted, tokens=tokens))
+    return (*made.withdrawn, *made.events)
+
+
+def step_output(
+    *,
+    preempted: set[str] | None = None,
+    tokens: int = 1,
+    new: Mapping[str, tuple[int, int, tuple[list[int], ...]]] | None = None,
+    cached: Mapping[str, tuple[int, int, tuple[list[int], ...] | None]] | None = None,
+    resumed: set[str] | None = None,
+) -> Any:
+    """vLLM's `SchedulerOutput`.
+
+    new, cached  by request: tokens computed before, tokens of this step, new block ids per group.
+    """
+    new, cached = new or {}, cached or {}
+    return SimpleNamespace(
+        preempted_req_ids=preempted,
+        total_num_scheduled_tokens=tokens,
+        num_scheduled_tokens={id_: each[1] for id_, each in {**new, **cached}.items()},
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=id_, num_computed_tokens=computed, block_ids=ids)
+            for id_, (computed, _, ids) in new.items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(cached),
+            resumed_req_ids=resumed or set(),
+            new_block_ids=[ids for _, _, ids in cached.values()],
+            num_computed_tokens=[computed for computed, _, _ in cached.values()],
+        ),
+    )
 
 
 def kinds(events: tuple[ev.Event, ...]) -> list[str]:

@@ -32,6 +32,7 @@ SIGNATURES_OF_VLLM_0_33 = {
     "get_num_new_matched_tokens": ["self", "request", "num_computed_tokens"],
     "get_transfer_results": ["self", "finished_req_ids"],
     "get_required_kvcache_layout": ["vllm_config"],
+    "handle_preemptions": ["self", "kv_connector_metadata"],
     "has_pending_push_work": ["self"],
     "on_new_request": ["self", "request"],
     "register_kv_caches": ["self", "kv_caches"],

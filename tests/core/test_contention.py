@@ -16,7 +16,8 @@ from kvflow.testing import bench as b
 from kvflow.testing.bench import C2, Bench, T
 from kvflow.testing.engines import Consumer, Producer
 from kvflow.testing.producer_ways import p_prefilled, write_failed
-from kvflow.testing.prompts import Load, Prefill, blocks_of
+from kvflow.testing.prompts import Load, Prefill
+from kvflow.testing.sizes import blocks_of
 from kvflow.testing.world import World
 
 PATIENCE_S = Timings().lease_contended_s

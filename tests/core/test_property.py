@@ -52,6 +52,11 @@ class TwoEnginesAndMore(RuleBasedStateMachine):
         self.chaos.finish_prefill(pick)
 
     @precondition(lambda self: self.chaos.prefills("running"))
+    @rule(pick=PICK, tokens=st.sampled_from([8, 16, 40, 200]))
+    def advance_prefill(self, pick: int, tokens: int) -> None:
+        self.chaos.advance_prefill(pick, tokens)
+
+    @precondition(lambda self: self.chaos.prefills("running"))
     @rule(pick=PICK, repeat=st.booleans())
     def preempt_prefill(self, pick: int, repeat: bool) -> None:
         if repeat:
@@ -82,7 +87,14 @@ class TwoEnginesAndMore(RuleBasedStateMachine):
     def allocate(self, **how: Any) -> None:
         self.chaos.allocate(**how)
 
-    @rule(where=PICK, old=OLD, first=st.booleans(), then_s=MOMENTS, reads=st.booleans())
+    @rule(
+        where=PICK,
+        old=OLD,
+        first=st.booleans(),
+        then_s=MOMENTS,
+        steps=st.integers(0, 2),
+        reads=st.booleans(),
+    )
     def dispatch_both_legs(self, **how: Any) -> None:
         self.chaos.dispatch_both_legs(**how)
 

@@ -8,8 +8,8 @@ from kvflow.core import events as ev
 from kvflow.core.notices import Failed
 from kvflow.ids import RequestId, TransferId
 from kvflow.testing.engines import Consumer, Producer
-from kvflow.testing.prompts import tokens_of
 from kvflow.testing.scenes import T, acquainted, both_legs, prefilled
+from kvflow.testing.sizes import tokens_of
 from kvflow.testing.transcript import check
 from kvflow.testing.world import World
 

@@ -17,7 +17,7 @@ from kvflow.core.peer import PeerRecord
 from kvflow.core.producer import ProducerRecord
 from kvflow.errors import LocalProtocolError
 from kvflow.ids import Incarnation, Rank, RequestId
-from kvflow.testing.bench import ADDRESS, C1, PART, Bench, T
+from kvflow.testing.bench import ADDRESS, C1, PART, Bench, T, aborted
 from kvflow.testing.rows import RowWatch, Taken, describe, every_row
 from kvflow.testing.ways import EVENTS, WAYS, Script
 
@@ -86,8 +86,10 @@ def test_every_row_is_taken_by_a_real_event_and_then_everything_ends_l1(taken: T
 
 
 def settle(bench: Bench) -> None:
-    """What the driver owes: each open write ends."""
+    """What the driver and vLLM owe: each open write ends, and each running request."""
     bench.wait(400.0)
+    for request in sorted(bench.engine.ledger._lent):
+        bench.take(aborted(request))
     for part, (attempt, _) in list(bench.engine.ledger._writes.items()):
         bench.take(ev.WriteDone(part=part, attempt=attempt, bytes=0, runs=0))
     for request_id, rank in sorted(bench.engine.ledger._reads):
