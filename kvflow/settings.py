@@ -21,13 +21,19 @@ class Settings:
     poll_idle_us       the same while nothing is expected.
     idle_wait_ms       how long an engine step without model work may wait for news, so that an
                        idle decode engine neither spins nor sees an arrival late.
+    mode               of a decode engine. `push`: producers write the KV into its blocks. `pull`: it
+                       reads the KV from theirs. `auto`: it reads where the parameters tell of a
+                       prefill that has finished (sequential dispatch), and is written to otherwise.
+    recompute_below_tokens
+                       of a decode engine: a prompt of which fewer tokens than these would have to
+                       be moved is computed here instead, and its producer is released.
     stream             `on`: what a step has completed of a prompt is written while the next one
                        computes. `off`: a prompt is written when all of it is complete.
     stream_bytes_min   so much must be complete for a write of its own, before the prompt's end.
-    post_bytes_max     bytes in one posted slice of a write.
-    post_runs_max      runs in one posted slice of a write.
+    post_bytes_max     bytes in one posted slice of a write or read.
+    post_runs_max      runs in one posted slice of a write or read.
     posts_in_flight_max
-                       slices of one write that may be in flight together.
+                       slices of one write or read that may be in flight together.
     parked_max         loads of a decode engine that may wait for their KV at a time; further
                        requests stay in vLLM's queue.
     after_preemption   what becomes of a decode request that vLLM preempts after its KV has landed:
@@ -52,6 +58,8 @@ class Settings:
     poll_expectant_us: int = 500
     poll_idle_us: int = 10_000
     idle_wait_ms: float = 2.0
+    mode: str = "push"
+    recompute_below_tokens: int = 0
     stream: str = "on"
     stream_bytes_min: int = 2**20
     post_bytes_max: int = 4 * 2**20
@@ -70,10 +78,12 @@ _LEAST = {
     "poll_expectant_us": 20,
     "poll_idle_us": 100,
     "idle_wait_ms": 0,
+    "recompute_below_tokens": 0,
     "post_bytes_max": 4096,
 }
 """Lowest value of each number; 1 where not named. Timings must be above 0."""
 _CHOICES = {
+    "mode": ("push", "pull", "auto"),
     "stream": ("on", "off"),
     "after_preemption": ("recompute", "register"),
     "cache_layout": ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC", ""),

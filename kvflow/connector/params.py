@@ -1,14 +1,17 @@
 """`kv_transfer_params` of one request: upstream's keys, checked, as values of ours.
 
 Keys that a decode leg may carry: `do_remote_prefill`, `remote_host`, `remote_port`, `transfer_id`,
-`remote_engine_id`, `remote_request_id`. Others (block ids, sizes) are upstream's business and are
-not read: engine id, ranks and sizes come from the meeting. A bad value is a `ConfigurationError`,
-which fails that request and nothing else.
+`remote_engine_id`, `remote_request_id`. A bad value is a `ConfigurationError`, which fails that
+request and nothing else. Sizes are upstream's business and are not read: engine id, ranks and sizes
+come from the meeting. `remote_block_ids` and `remote_num_tokens` are, where the answer of a producer
+of ours carries them together with `remote_prefill`: a load that reads begins with them, and goes by
+what the producer says in the end.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvflow.core.notices import Offer
 from kvflow.errors import ConfigurationError
 from kvflow.ids import TRANSFER_ID_CHARS_MAX, Address, TransferId, is_transfer_id
 
@@ -71,6 +74,30 @@ def remote(params: Mapping[str, object], request_id: str, *, randomized: bool) -
         address=Address(_host(params.get("remote_host")), _port(params.get("remote_port"))),
         engine_id=engine_id,
     )
+
+
+def offer(params: Mapping[str, object]) -> Offer | None:
+    """What a producer's answer told of its finished prefill, block ids of all of vLLM's groups.
+
+    None if it is not all there, or odd: it saves a round trip and is not needed for anything else.
+    """
+    name = params.get("remote_prefill")
+    tokens = params.get("remote_num_tokens")
+    blocks = params.get("remote_block_ids")
+    if not isinstance(name, str) or not _is_count(tokens) or not _is_list(blocks):
+        return None
+    assert isinstance(tokens, int) and isinstance(blocks, list | tuple)
+    if not all(_is_list(ids) and all(map(_is_count, ids)) for ids in blocks):
+        return None
+    return Offer(prefill=name, tokens=tokens, blocks=tuple(map(tuple, blocks)))
+
+
+def _is_count(given: object) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 2**31
+
+
+def _is_list(given: object) -> bool:
+    return isinstance(given, list | tuple)
 
 
 def _transfer_id(key: str, given: object) -> TransferId:
