@@ -164,11 +164,24 @@ class Worker:
             [ev.PrefillStarted(transfer_id=TransferId(transfer), request_id=prefill_of(transfer))]
         )
 
+    def advanced(self, transfer: str, blocks: list[int]) -> ev.PrefillAdvanced:
+        """So many blocks of the prompt are complete."""
+        return ev.PrefillAdvanced(
+            transfer_id=TransferId(transfer),
+            request_id=prefill_of(transfer),
+            blocks=(tuple(blocks),),
+            tokens=len(blocks) * BLOCK_TOKENS,
+        )
+
+    def advance_prefill(self, transfer: str, blocks: list[int]) -> None:
+        self.loop.submit([self.advanced(transfer, blocks)])
+
     def preempt_prefill(self, transfer: str) -> None:
+        """Returns when nothing reads its blocks."""
         event = ev.PrefillPreempted(
             transfer_id=TransferId(transfer), request_id=prefill_of(transfer)
         )
-        self.loop.submit([event])
+        self.loop.withdraw([event])
 
     def finish_prefill(self, transfer: str, blocks: list[int]) -> None:
         event = ev.PrefillFinished(

@@ -10,7 +10,8 @@ from functools import partial
 from math import gcd
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from kvflow.io.nixl_port import registered_ranges
 from kvflow.layout import Pairing, Runs, check_layers, check_sizes, owed, pair, writers
@@ -121,6 +122,32 @@ def test_every_owed_byte_comes_once_and_no_other_is_touched_s6_s7_f14(case: Case
         for producer in world.producers:
             perform(world.pairing(producer, consumer).plan(case.blocks), producer, consumer)
         assert np.array_equal(consumer.written, times)
+        assert np.array_equal(consumer.memory, expected)
+
+
+@given(cases(), st.lists(st.floats(0, 1), max_size=3))
+@settings(max_examples=EXAMPLES)
+def test_a_prompt_that_is_moved_in_stretches_is_moved_as_a_whole_s6_s7(
+    case: Case, cuts: list[float]
+) -> None:
+    """Where a stretch ends within a piece, the piece is moved again with the next one."""
+    assume(all(kind.family != "state" for kind in case.kinds))
+    world = world_of(case)
+    stops = sorted(int(cut * max(each.tokens for each in case.blocks)) for cut in cuts)
+    for consumer in world.consumers:
+        expected = consumer.memory.copy()
+        for group, layer, plane, head, token in cells_of(world, consumer):
+            at = consumer.cells(layer, plane, head, place_there(case, group, token))
+            expected[at] = world.content[layer, plane][head, :, token]
+        for producer in world.producers:
+            moved, pairing = 0, world.pairing(producer, consumer)
+            for stop in [*stops, 2**40]:
+                stretch = [
+                    replace(each, moved=moved, tokens=min(stop, each.tokens))
+                    for each in case.blocks
+                ]
+                perform(pairing.plan(stretch), producer, consumer)
+                moved = stop
         assert np.array_equal(consumer.memory, expected)
 
 
