@@ -21,9 +21,9 @@ class Settings:
     poll_idle_us       the same while nothing is expected.
     idle_wait_ms       how long an engine step without model work may wait for news, so that an
                        idle decode engine neither spins nor sees an arrival late.
-    mode               of a decode engine. `push`: producers write the KV into its blocks. `pull`: it
-                       reads the KV from theirs. `auto`: it reads where the parameters tell of a
-                       prefill that has finished (sequential dispatch), and is written to otherwise.
+    mode               of a decode engine. `push`: producers write KV into its blocks. `pull`: it
+                       reads the KV out of theirs. `auto`: it reads where the parameters tell of a
+                       finished prefill (sequential dispatch), and is written to otherwise.
     recompute_below_tokens
                        of a decode engine: a prompt of which fewer tokens than these would have to
                        be moved is computed here instead, and its producer is released.

@@ -3,9 +3,9 @@
 Keys that a decode leg may carry: `do_remote_prefill`, `remote_host`, `remote_port`, `transfer_id`,
 `remote_engine_id`, `remote_request_id`. A bad value is a `ConfigurationError`, which fails that
 request and nothing else. Sizes are upstream's business and are not read: engine id, ranks and sizes
-come from the meeting. `remote_block_ids` and `remote_num_tokens` are, where the answer of a producer
-of ours carries them together with `remote_prefill`: a load that reads begins with them, and goes by
-what the producer says in the end.
+come from the meeting. `remote_block_ids` and `remote_num_tokens` are, where a producer of ours has
+answered with `remote_prefill` as well: a load that reads begins with them, and goes by what the
+producer says in the end.
 """
 
 from collections.abc import Mapping

@@ -99,8 +99,16 @@ def confirms_one(record: C, event: FromRank, turn: Turn) -> bool:
     return confirms(record, event) and completes_not(record, event, turn)
 
 
+def _is_said(record: C, rank: Rank) -> bool:
+    """Whether the producer has said that there is what is read, or was read, from this rank."""
+    reads = _of(record)
+    return reads.sources[rank] == reads.said.get(rank)
+
+
 def may_be_read_again(record: C, event: ReadFailed, turn: Turn) -> bool:
-    return not event.final and record.retries < turn.timings.retries_max
+    """What only a router has told of is no failure: there will be a word of the producer's."""
+    wanted = not event.final and record.retries < turn.timings.retries_max
+    return wanted or not _is_said(record, event.rank)
 
 
 def _others_are_read(record: C, event: ReadEnded) -> bool:
@@ -245,7 +253,7 @@ def note_stopped(record: C, event: ReadStopped, turn: Turn) -> None:
 def read_again(record: C, event: ReadFailed, turn: Turn) -> None:
     """Nothing of it can land any more. Before the producer has spoken, that is waited for."""
     _closed(record, event, turn)
-    record.retries += 1
+    record.retries += _is_said(record, event.rank)
     record.detail = event.detail
     _go_on(record, event.rank, turn)
 

@@ -69,13 +69,13 @@ class Journey:
         ]
 
     def kv_bytes(self) -> int | None:
-        """What the producer's ranks wrote; what the consumer's received, if they do not say."""
+        """What the producer's ranks wrote; what the consumer's read, if those wrote nothing."""
         for machine in ("producer", "consumer"):
             by_rank: dict[str, int] = {}
             for t in self.transitions:
                 if t.machine == machine and t.moved_bytes is not None:
                     by_rank[t.rank] = max(by_rank.get(t.rank, 0), t.moved_bytes)
-            if by_rank:
+            if any(by_rank.values()):
                 return sum(by_rank.values())
         return None
 

@@ -107,6 +107,12 @@ def c_reading(bench: Bench) -> None:
     bench.meet()
 
 
+def c_reading_what_was_said(bench: Bench) -> None:
+    c_reading(bench)
+    bench.hear(P0, b.readable())
+    bench.hear(P1, b.readable())
+
+
 def c_reading_one_rank(bench: Bench) -> None:
     c_expecting(bench)
     bench.hear(P0, b.readable())
@@ -242,6 +248,7 @@ CONSUMER_WAYS: dict[str, list[Script]] = {
     "expecting": [c_expecting],
     "reading": [
         c_reading,
+        c_reading_what_was_said,
         c_reading_one_rank,
         c_reading_but_all_has_ended,
         c_reading_one_done,
