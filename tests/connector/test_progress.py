@@ -10,6 +10,7 @@ from kvflow.connector.groups import Group
 from kvflow.connector.metadata import StepEvents
 from kvflow.connector.scheduler import SchedulerHalf
 from kvflow.core import events as ev
+from kvflow.ids import RequestId, TransferId
 from kvflow.settings import Settings
 
 from .fakes import BLOCK, FULL, PREFILL, FakeRequest, make, step_output
@@ -94,7 +95,7 @@ def test_a_preempted_prompt_is_told_from_its_start_with_its_new_blocks() -> None
     first(half, 2 * BLOCK, [7, 8])
     made = half.step(step_output(preempted={ID}))
     assert made.withdrawn == (
-        ev.PrefillPreempted(transfer_id=PREFILL["transfer_id"], request_id=ID),  # type: ignore[arg-type]
+        ev.PrefillPreempted(transfer_id=TransferId("t"), request_id=RequestId(ID)),
     )
     output = step_output(cached={ID: (0, BLOCK, ([3],))}, resumed={ID})
     assert told(half.step(output)) == [(BLOCK, ((3,),))]

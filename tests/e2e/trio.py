@@ -252,12 +252,16 @@ class Trio:
     def endpoints(self, consumer: str) -> Endpoints:
         return Endpoints.of(self.engines[PRODUCER], self.engines[consumer])
 
+    def client_of(self, consumer: str) -> Client:
+        """A client of the producer and one consumer."""
+        return Client(self.endpoints(consumer))
+
     @contextlib.asynccontextmanager
     async def clients(self) -> AsyncIterator[dict[str, Client]]:
         """One for each consumer."""
         async with (
-            Client(self.endpoints(FAILS)) as fails,
-            Client(self.endpoints(RECOMPUTES)) as recomputes,
+            self.client_of(FAILS) as fails,
+            self.client_of(RECOMPUTES) as recomputes,
         ):
             yield {FAILS: fails, RECOMPUTES: recomputes}
 
