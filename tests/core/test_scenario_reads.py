@@ -181,6 +181,34 @@ def test_lost_words_are_asked_for_again_f5() -> None:
     world.everything_ends()
 
 
+def test_a_consumer_that_is_told_that_it_can_read_but_not_what_asks_f5() -> None:
+    world, producer, consumer = acquainted()
+    prefill = producer.begin(T)
+    assert prefill
+    consumer.allocate(T, producer, reads=True)
+    world.advance(0.1)
+    world.network.lose(lambda frame: isinstance(frame.notice, Readable))
+    producer.finish(prefill)
+    world.advance(0.5)
+    check(
+        world,
+        """
+        1.000 P: producer t --prefill_started--> allocated
+        1.000 C: consumer t --blocks_allocated--> allocated
+        1.000 C: consumer t --peer_met--> expecting
+        1.001 P: producer t --registered--> registered
+        1.100 P: producer t --prefill_finished--> lent
+        1.254 C: consumer t --readable--> reading
+        1.257 P: told vLLM that P.p3 may be freed
+        1.257 P: producer t --fetched--> sent
+        1.258 C: told vLLM that C.c4 has its KV
+        1.258 C: consumer t --done--> received
+        """,
+        since=1.0,
+    )
+    world.everything_ends()
+
+
 def test_an_abort_waits_for_the_read_and_for_nobody_else_s2() -> None:
     world, producer, consumer = acquainted()
     world.faults.slow_slices = 1.0
