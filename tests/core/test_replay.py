@@ -95,18 +95,6 @@ DECODE_TWICE = [
 ]
 
 
-LENT = [
-    *PREFILL[:-2],
-    ("prefill_finished", "registered", "lent"),
-    ("fetched", "lent", "sent"),
-]
-READ = [
-    ("blocks_allocated", "new", "allocated"),
-    ("peer_met", "allocated", "reading"),
-    ("done", "reading", "received"),
-]
-
-
 def kept(attempts: list[int]) -> Lines:
     lines = lines_of("producer", KEPT, engine="p", peer="c/pp0.tp0/1f")
     return [line | {"attempt": a} for line, a in zip(lines, attempts, strict=True)]
@@ -289,17 +277,6 @@ def test_a_load_once_more_needs_a_second_write(trace: Trace) -> None:
     without = [*lines[:4], lines[-1]]
     said = first(replay([trace(without + decode_twice())]))
     assert "received, but p pp0.tp0 never sent attempt 32 of t" in said
-
-
-@pytest.mark.parametrize(("steps", "matched"), [(len(LENT), 1), (len(LENT) - 1, 0)])
-def test_what_was_read_was_held_until_it_had_been_read_s8(
-    trace: Trace, steps: int, matched: int
-) -> None:
-    lent = lines_of("producer", LENT[:steps], engine="p", peer="c/pp0.tp0/1f")
-    report = replay([trace(lent + lines_of("consumer", READ, engine="c", peer="host:5600"))])
-    assert report.matched == matched
-    if not matched:
-        assert "p pp0.tp0 never sent attempt 16 of t" in first(report)
 
 
 def test_a_first_line_that_is_the_last_one_passes(trace: Trace) -> None:
