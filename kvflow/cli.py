@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvflow import __version__
+from kvflow.bench.cli import bench_app
 
 app = typer.Typer(
     name="kvflow",
@@ -15,6 +16,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_app, name="bench")
 
 
 class StatesFormat(enum.StrEnum):

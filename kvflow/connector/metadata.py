@@ -19,11 +19,13 @@ class StepEvents(KVConnectorMetadata):
     withdrawn  blocks of running requests that vLLM has taken away: before the step reuses them.
     events     what else happened, in order: when the step begins.
     advanced   what the step computes: when it has been made.
+    computes   whether the model runs in this step.
     """
 
     events: tuple[Event, ...] = ()
     withdrawn: tuple[PrefillPreempted | PrefillAborted, ...] = ()
     advanced: tuple[PrefillAdvanced, ...] = ()
+    computes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

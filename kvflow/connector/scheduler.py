@@ -352,6 +352,7 @@ class SchedulerHalf:
             events=(*events, *released, *self._stalls(output)),
             withdrawn=tuple(withdrawn),
             advanced=self._progress.of_step(output),
+            computes=output.total_num_scheduled_tokens > 0,
         )
 
     def _stalls(self, output: "SchedulerOutput") -> Iterator[Event]:

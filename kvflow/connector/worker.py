@@ -152,6 +152,7 @@ class WorkerHalf:
         else:
             self._advanced = step.advanced
         self.loop.submit(step.events)
+        self.loop.model_runs = step.computes
 
     def made(self) -> None:
         """The step has been made: what it computes is complete, or will be soon on a device."""
@@ -181,6 +182,7 @@ class WorkerHalf:
 
     def results(self) -> KVConnectorTransferResults:
         """What has ended since the last step."""
+        self.loop.model_runs = False
         sent, received = self.loop.outbox.take()
         if self._staging is not None:
             for request_id, reason in received:

@@ -330,9 +330,17 @@ def environment(settings: EngineSettings, side_channel_port: int) -> dict[str, s
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": settings.host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
-        "PYTHONPATH": _import_path(),
+        "PYTHONPATH": import_path(),
         **settings.extra_env,
     }
+
+
+def import_path(*first: Path) -> str:
+    """`PYTHONPATH` for a child: `first`, and this checkout's root unless kvflow is installed."""
+    root = str(Path(kvflow.__file__).resolve().parent.parent)
+    ours = "" if root == sysconfig.get_path("purelib") else root
+    parts = (*map(str, first), ours, os.environ.get("PYTHONPATH", ""))
+    return os.pathsep.join(part for part in parts if part)
 
 
 def _arguments(settings: EngineSettings, http_port: int) -> list[str]:
@@ -351,15 +359,6 @@ def _arguments(settings: EngineSettings, http_port: int) -> list[str]:
     if settings.kv_transfer_config is not None:
         arguments += ["--kv-transfer-config", json.dumps(settings.kv_transfer_config)]
     return [*arguments, *settings.extra_args]
-
-
-def _import_path() -> str:
-    """`PYTHONPATH` for a child: with this checkout's root, unless kvflow is installed."""
-    root = str(Path(kvflow.__file__).resolve().parent.parent)
-    inherited = os.environ.get("PYTHONPATH", "")
-    if root == sysconfig.get_path("purelib"):
-        return inherited
-    return os.pathsep.join(part for part in (root, inherited) if part)
 
 
 def _until_ready(

@@ -90,7 +90,10 @@ class Completion:
     error: str | None = None
     first_token_s: float | None = None
     """Since the request was dispatched (for a decode leg: since its prefill leg was)."""
+    last_token_s: float | None = None
+    """Likewise."""
     total_s: float = 0.0
+    """Likewise; when the answer had ended."""
     kv_transfer_params: JsonObject = field(default_factory=dict)
 
 
@@ -124,13 +127,14 @@ def prompts(
 class Client:
     """Sends completions; an async context manager around one HTTP session."""
 
-    def __init__(self, endpoints: Endpoints) -> None:
+    def __init__(self, endpoints: Endpoints, *, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         self.endpoints = endpoints
+        self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S),
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s),
             connector=aiohttp.TCPConnector(limit=0),
             read_bufsize=_LINE_BYTES_MAX,
         )
@@ -287,6 +291,7 @@ async def _read_stream(response: aiohttp.ClientResponse, began: float) -> Comple
     """Reads server-sent events; an error after the first byte comes as an event, with HTTP 200."""
     token_ids: list[int] = []
     first_token_s: float | None = None
+    last_token_s: float | None = None
     error: str | None = "the stream ended early"
     async for line in response.content:
         if not line.startswith(b"data: "):
@@ -300,14 +305,16 @@ async def _read_stream(response: aiohttp.ClientResponse, began: float) -> Comple
             error = f"in the stream: {json.dumps(event['error'])[:_ERROR_CHARS_MAX]}"
             continue
         new = _token_ids(event)
-        if new and first_token_s is None:
-            first_token_s = time.monotonic() - began
+        if new:
+            last_token_s = time.monotonic() - began
+            first_token_s = last_token_s if first_token_s is None else first_token_s
         token_ids += new
     return Completion(
         token_ids=tuple(token_ids),
         http_status=response.status,
         error=error,
         first_token_s=first_token_s,
+        last_token_s=last_token_s,
         total_s=time.monotonic() - began,
     )
 

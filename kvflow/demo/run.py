@@ -11,14 +11,12 @@ The exit status is 0 when every request was good, 1 when one was not or an engin
 
 import asyncio
 import signal
-import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
@@ -34,6 +32,7 @@ from kvflow.demo.engines import (
 from kvflow.demo.model import tiny_model
 from kvflow.demo.report import Trial, Verdict, judge
 from kvflow.demo.requests import Client, Completion, Dispatch, Endpoints, prompts
+from kvflow.demo.signals import SignalledError, sigterm_as_exception, until_signalled
 from kvflow.demo.traces import TRACE_SUFFIX, Journey, find_journey, read_journeys
 
 _TRACE_WAIT_S = 3.0
@@ -62,10 +61,6 @@ class DemoOptions:
     """Where the tiny model is kept; None: the user's cache."""
 
 
-class _SignalledError(Exception):
-    """SIGTERM came while no event loop was there to take it."""
-
-
 def demo(options: DemoOptions) -> int:
     """Runs the demo, and returns the exit status of the command."""
     notes = Console(stderr=True, highlight=False)
@@ -74,13 +69,13 @@ def demo(options: DemoOptions) -> int:
     directory = directory.resolve()
     notes.print(f"traces and engine logs: {directory}", soft_wrap=True)
     try:
-        with _sigterm_as_exception():
+        with sigterm_as_exception():
             with notes.status("the tiny model"):
                 model = tiny_model(options.model_directory)
-            return asyncio.run(_until_signalled(_demo(options, directory, model, notes)))
+            return asyncio.run(until_signalled(_demo(options, directory, model, notes)))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except _SignalledError:
+    except SignalledError:
         return 128 + signal.SIGTERM
     except EngineFailedError as error:
         if options.as_json:
@@ -92,7 +87,7 @@ def demo(options: DemoOptions) -> int:
 async def _demo(options: DemoOptions, directory: Path, model: Path, notes: Console) -> int:
     out = notes if options.as_json else Console(highlight=False)
     with _pair(options, directory, model) as pair:
-        with _loading(notes) as progress:
+        with loading(notes) as progress:
             await wait_ready_async(pair.engines, progress=progress)
         endpoints = Endpoints.of(pair.producer, pair.consumer)
         with notes.status("sending requests"):
@@ -191,7 +186,7 @@ async def _keep(pair: EnginePair, out: Console) -> None:
             task.uncancel()
 
 
-class _Loading:
+class Loading:
     """Shows how far the engines are: one live line on a terminal, one line per stage elsewhere."""
 
     def __init__(self, console: Console) -> None:
@@ -210,43 +205,7 @@ class _Loading:
 
 
 @contextmanager
-def _loading(console: Console) -> Iterator[_Loading]:
-    loading = _Loading(console)
-    with loading.status:
-        yield loading
-
-
-@contextmanager
-def _sigterm_as_exception() -> Iterator[None]:
-    """For the moments without an event loop, in which nothing has been started yet."""
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        raise _SignalledError
-
-    before = signal.signal(signal.SIGTERM, on_signal)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-async def _until_signalled(work: Coroutine[None, None, int]) -> int:
-    """Awaits `work`; the first SIGINT or SIGTERM cancels it, and it cleans up after itself."""
-    loop = asyncio.get_running_loop()
-    task = loop.create_task(work)
-    received: list[int] = []
-
-    def on_signal(number: int) -> None:
-        if not received:
-            received.append(number)
-            task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if not received:
-            raise
-        print("interrupted; both engines are stopped", file=sys.stderr)
-        return 128 + received[0]
+def loading(console: Console) -> Iterator[Loading]:
+    shown = Loading(console)
+    with shown.status:
+        yield shown

@@ -5,7 +5,7 @@ finished, at the end of a file that is being written, is left for the next readi
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +33,7 @@ class Transition:
     dest: str
     reason: str | None
     moved_bytes: int | None
+    moved_runs: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +71,20 @@ class Journey:
 
     def kv_bytes(self) -> int | None:
         """What the producer's ranks wrote; what the consumer's read, if those wrote nothing."""
+        return self._over_ranks(lambda t: t.moved_bytes)
+
+    def kv_runs(self) -> int | None:
+        """In how many runs, likewise: each is one descriptor for NIXL."""
+        return self._over_ranks(lambda t: t.moved_runs)
+
+    def _over_ranks(self, of: Callable[[Transition], int | None]) -> int | None:
+        """The sum over the ranks of each one's highest count, of the first side that moved any."""
         for machine in ("producer", "consumer"):
             by_rank: dict[str, int] = {}
             for t in self.transitions:
-                if t.machine == machine and t.moved_bytes is not None:
-                    by_rank[t.rank] = max(by_rank.get(t.rank, 0), t.moved_bytes)
+                count = of(t)
+                if t.machine == machine and count is not None:
+                    by_rank[t.rank] = max(by_rank.get(t.rank, 0), count)
             if any(by_rank.values()):
                 return sum(by_rank.values())
         return None
@@ -158,4 +168,5 @@ def _parse(data: bytes) -> Iterable[Transition]:
             dest=str(fields["to"]),
             reason=fields.get("reason"),
             moved_bytes=fields.get("bytes"),
+            moved_runs=fields.get("runs"),
         )

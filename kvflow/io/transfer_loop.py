@@ -41,7 +41,8 @@ _CLOSE_TIMEOUT_S = 10.0
 class TransferLoop:
     """Starts with `open`, ends with `close`; between them `submit`.
 
-    make_port  called in the loop thread, so that the agent is born where it lives.
+    make_port   called in the loop thread, so that the agent is born where it lives.
+    model_runs  set by vLLM's thread: it computes a step, and takes no report before its end.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class TransferLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.outbox = Outbox()
+        self.model_runs = False
         self._settings = settings
         self._make_port = make_port
         self._observer = observer
@@ -239,7 +241,8 @@ class TransferLoop:
             self._soon = self._soon or asyncio.get_running_loop().call_soon(self._look)
         else:
             urgency = Urgency.QUICK if self._gates else driver.engine.urgency()
-            timer.set_interval(self._intervals_s[urgency])
+            least_s = self._settings.poll_computing_us / 1e6 if self.model_runs else 0.0
+            timer.set_interval(max(self._intervals_s[urgency], least_s))
 
     def _start_meeting(self, address: Address) -> None:
         driver = self._driver

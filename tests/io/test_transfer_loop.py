@@ -21,6 +21,7 @@ PAIRS = [(3, 6), (4, 7), (5, 8), (9, 2), (1, 31), (20, 12)]
 SOURCE = [source for source, _ in PAIRS]
 DESTINATION = [to for _, to in PAIRS]
 UNUSED_PORT = Address(HERE, 1)
+NS_PER_US = 1000
 
 
 @pytest.fixture
@@ -366,3 +367,18 @@ def has_paused(worker: Worker) -> bool:
 
 def timings_of(settings: Settings) -> dict[str, float]:
     return {name: getattr(settings.timings, name) for name in Timings.__dataclass_fields__}
+
+
+def test_while_the_model_runs_the_loop_looks_more_seldom(
+    producer: Worker, consumer: Worker
+) -> None:
+    settings = Settings()
+    consumer.load("t", producer.address, DESTINATION)
+    consumer.comes_to("consumer", "t", "registered")
+    timer = consumer.loop._timer
+    assert timer is not None
+    for runs, poll_us in [(True, settings.poll_computing_us), (False, settings.poll_quick_us)]:
+        consumer.loop.model_runs = runs
+        wait_until(lambda: timer._interval_ns == poll_us * NS_PER_US, f"{runs}: {poll_us} us")  # noqa: B023
+    producer.finish_prefill("t", SOURCE)
+    assert consumer.outcome("t") is None
