@@ -11,6 +11,8 @@ producer says in the end.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvflow.core.notices import Offer
 from kvflow.errors import ConfigurationError
 from kvflow.ids import TRANSFER_ID_CHARS_MAX, Address, TransferId, is_transfer_id
@@ -84,20 +86,24 @@ def offer(params: Mapping[str, object]) -> Offer | None:
     name = params.get("remote_prefill")
     tokens = params.get("remote_num_tokens")
     blocks = params.get("remote_block_ids")
-    if not isinstance(name, str) or not _is_count(tokens) or not _is_list(blocks):
+    if not isinstance(name, str) or not isinstance(blocks, list | tuple):
         return None
-    assert isinstance(tokens, int) and isinstance(blocks, list | tuple)
-    if not all(_is_list(ids) and all(map(_is_count, ids)) for ids in blocks):
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
+        return None
+    if not all(map(_are_block_ids, blocks)):
         return None
     return Offer(prefill=name, tokens=tokens, blocks=tuple(map(tuple, blocks)))
 
 
-def _is_count(given: object) -> bool:
-    return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 2**31
-
-
-def _is_list(given: object) -> bool:
-    return isinstance(given, list | tuple)
+def _are_block_ids(given: object) -> bool:
+    """A list of counts; of a long prompt there are too many to look at one by one."""
+    if not isinstance(given, list | tuple):
+        return False
+    try:
+        ids = np.asarray(given)
+    except (ValueError, OverflowError):
+        return False
+    return not ids.size or (ids.ndim == 1 and ids.dtype.kind == "i" and int(ids.min()) >= 0)
 
 
 def _transfer_id(key: str, given: object) -> TransferId:

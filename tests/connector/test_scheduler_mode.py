@@ -86,6 +86,10 @@ def test_of_a_state_the_one_block_that_has_it_is_told() -> None:
         {"remote_block_ids": [[7, "8"]]},
         {"remote_block_ids": [[7, -1]]},
         {"remote_block_ids": [[7, 1.5]]},
+        {"remote_block_ids": [[7, None]]},
+        {"remote_block_ids": [[7, 10**30]]},
+        {"remote_block_ids": [[[7], [8]]]},
+        {"remote_block_ids": [[[7], 8]]},
         {"remote_block_ids": {"0": [7]}},
     ],
 )
