@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from kvflow.bench import micro_cli
+
 bench_app = typer.Typer(
     name="bench",
     help="Measure kvflow, and vLLM's own connectors beside it, on this machine.",
@@ -152,3 +154,6 @@ def serve(
     except serve_options.OptionError as error:
         raise typer.BadParameter(error.problem, param_hint=error.option) from error
     raise typer.Exit(run_serve(options))
+
+
+micro_cli.add_to(bench_app)

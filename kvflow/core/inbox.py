@@ -27,7 +27,7 @@ from kvflow.core.producer import CancelledBy, ProducerRecord, RegisteredBy
 from kvflow.core.reasons import Reason, Standing
 from kvflow.core.records import Records
 from kvflow.core.turn import Turn
-from kvflow.ids import AgentName, TransferId, part_id
+from kvflow.ids import AgentName, Rank, TransferId, part_id
 
 
 class Inbox:
@@ -58,7 +58,7 @@ class Inbox:
             case Renew():
                 self._renew(record, sender, notice, turn)
             case Accepted():
-                self._stands(record, sender, (*_key(notice), notice.standing, None), turn)
+                self._stands(_rank(record, sender), (*_key(notice), notice.standing, None), turn)
             case Readable():
                 offer = Offer(blocks=notice.blocks, tokens=notice.tokens, prefill=notice.prefill)
                 word = said(record, sender, offer=offer)
@@ -70,8 +70,9 @@ class Inbox:
                 word = said(record, sender, reason=notice.reason)
                 self._said(notice.transfer_id, notice.attempt, "rank_failed", word, turn)
             case Alive():
+                rank = _rank(record, sender)
                 for standing in notice.standings:
-                    self._stands(record, sender, standing, turn)
+                    self._stands(rank, standing, turn)
 
     def _register(
         self, worker: PeerRecord, sender: AgentName, notice: Register, turn: Turn
@@ -128,16 +129,12 @@ class Inbox:
         turn.send(sender, Alive(standings=tuple(standings), clock_s=turn.now))
 
     def _stands(
-        self,
-        record: PeerRecord,
-        sender: AgentName,
-        standing: tuple[TransferId, int, Standing, Reason | None],
-        turn: Turn,
+        self, rank: Rank, standing: tuple[TransferId, int, Standing, Reason | None], turn: Turn
     ) -> None:
         transfer_id, attempt, stands, reason = standing
         over = stands in (Standing.FAILED, Standing.UNKNOWN)
         trigger = "rank_failed" if over else "accepted"
-        word = said(record, sender, standing=stands, reason=reason)
+        word = FromRank(rank=rank, standing=stands, reason=reason)
         self._said(transfer_id, attempt, trigger, word, turn)
 
     def _said(
@@ -166,11 +163,14 @@ def _key(notice: Accepted) -> tuple[TransferId, int]:
     return notice.transfer_id, notice.attempt
 
 
+def _rank(record: PeerRecord, agent: AgentName) -> Rank:
+    return next(rank for rank, name in record.agents.items() if name == agent)
+
+
 def said(
     record: PeerRecord,
     agent: AgentName,
     *,
-    standing: Standing | None = None,
     reason: Reason | None = None,
     prefill: str = "",
     kept_s: float = 0.0,
@@ -178,8 +178,7 @@ def said(
     offer: Offer | None = None,
 ) -> FromRank:
     return FromRank(
-        rank=next(rank for rank, name in record.agents.items() if name == agent),
-        standing=standing,
+        rank=_rank(record, agent),
         reason=reason,
         prefill=prefill,
         kept_s=kept_s,

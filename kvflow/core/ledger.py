@@ -25,8 +25,8 @@ class Ledger:
     """One worker's books."""
 
     def __init__(self) -> None:
-        self._owner: dict[Block, RequestId] = {}
-        self._reserved: dict[RequestId, tuple[Block, ...]] = {}
+        self._owners: dict[int, dict[int, RequestId]] = {}
+        self._reserved: dict[RequestId, Blocks] = {}
         self._lent: set[RequestId] = set()
         self._pinned: dict[RequestId, set[PartId]] = {}
         self._writes: dict[PartId, tuple[int, RequestId]] = {}
@@ -35,9 +35,8 @@ class Ledger:
     @property
     def empty(self) -> bool:
         """Whether nothing is reserved, lent, pinned, being written or being read."""
-        producing = (self._lent, self._pinned, self._writes)
-        books = (self._owner, self._reserved, self._reads, *producing)
-        return not any(books)
+        books = (self._reserved, self._reads, self._lent, self._pinned, self._writes)
+        return not (any(self._owners.values()) or any(books))
 
     # -- consumer --------------------------------------------------------------------------------
 
@@ -45,14 +44,15 @@ class Ledger:
         """S1: the blocks of a load that starts."""
         if request in self._reserved:
             raise LocalProtocolError(f"S1: {request} has a load already")
-        mine = tuple((group, block) for group, ids in enumerate(blocks) for block in ids)
-        for block in mine:
-            if block in self._owner:
-                raise LocalProtocolError(
-                    f"S1: block {block} of {request} is {self._owner[block]}'s"
-                )
-        self._owner.update(dict.fromkeys(mine, request))
-        self._reserved[request] = mine
+        for group, ids in enumerate(blocks):
+            owners = self._owners.setdefault(group, {})
+            for block in ids:
+                if block in owners:
+                    owned = f"block {(group, block)} of {request} is {owners[block]}'s"
+                    raise LocalProtocolError(f"S1: {owned}")
+        for group, ids in enumerate(blocks):
+            self._owners[group].update(dict.fromkeys(ids, request))
+        self._reserved[request] = blocks
 
     def give_back(self, request: RequestId, writers: frozenset[object]) -> None:
         """S2, S5: the load ended; `writers` are the ranks that might still write: none."""
@@ -62,8 +62,9 @@ class Ledger:
             raise LocalProtocolError(f"S2: {request} given back while it reads")
         if request not in self._reserved:
             raise LocalProtocolError(f"S5: {request} given back twice")
-        for block in self._reserved.pop(request):
-            del self._owner[block]
+        for group, ids in enumerate(self._reserved.pop(request)):
+            for block in ids:
+                del self._owners[group][block]
 
     def holds(self, request: RequestId) -> bool:
         """Whether this request's destination blocks are reserved."""

@@ -175,7 +175,8 @@ class NixlPort:
         if not len(runs):
             raise ValueError("a post needs at least one run")
         agent = self._agent_for(name)
-        with self._mapped(f"reading from {name}" if reads else f"writing to {name}"):
+        transfer = None
+        try:
             source = agent.get_xfer_descs(
                 _rows(runs.source, runs.length, runs.source_device), runs.source_memory
             )
@@ -187,11 +188,12 @@ class NixlPort:
                 ("READ", destination, source) if reads else ("WRITE", source, destination)
             )
             transfer = agent.initialize_xfer(what, ours, theirs, name)
-            try:
-                said = agent.transfer(transfer)
-            except self._errors:
+            said = self._start(transfer)
+        except self._errors as error:
+            if transfer is not None:
                 transfer.release()
-                raise
+            doing = "reading from" if reads else "writing to"
+            raise _transport_error(f"{doing} {name}", error) from error
         self._posted_count += 1
         post = _Post(peer=name, transfer=transfer, state=PostState.PENDING)
         self._posts[self._posted_count] = post
@@ -231,6 +233,11 @@ class NixlPort:
             self.deregister()
         finally:
             self._agent = None
+
+    def _start(self, transfer: Any) -> str:
+        """Start a request; inside one machine, NIXL copies the bytes in here."""
+        said: str = self._open_agent().transfer(transfer)
+        return said
 
     def _advance(self, post: _Post, said: str) -> None:
         """Move a pending write on by what NIXL said of it: DONE, PROC or ERR."""
