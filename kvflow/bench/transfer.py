@@ -98,13 +98,12 @@ class Pair:
             until_posted_s, span = self._write(case, ids[0])
             spans.append(span)
             assert span.begun is not None
-            plan_s = planned.wall - start.wall
             posting_cpu_s = span.ended.cpu - span.begun.cpu - span.copying_cpu
             return Times(
-                plan=plan_s,
+                plan=planned.wall - start.wall,
                 post=span.ended.wall - span.begun.wall - span.copying,
                 copy=span.copying,
-                hand_over=until_posted_s - plan_s,
+                until_posted=until_posted_s,
                 cpu_work=planned.cpu - start.cpu + posting_cpu_s,
                 cpu_copy=span.copying_cpu,
             )

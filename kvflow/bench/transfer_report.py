@@ -18,16 +18,16 @@ from kvflow.errors import TransportError
 
 _HEADER = (
     f"{'layout':<8}{'block':>6}{'ids':>7}{'descr.':>8}{'runs':>8}{'posts':>6}{'MB':>7}   "
-    f"{'plan':>7}{'post':>8}{'copy':>8}{'=':>8}{'best':>8}{'hand-over':>11}   "
+    f"{'plan':>7}{'post':>8}{'copy':>8}{'=':>8}{'best':>8}{'until post':>12}   "
     f"{'prepared':>9}{'best':>8}{'bare':>8}{'memcpy':>8}   "
     f"{'/prep.':>7}{'cpu':>6}{'work/prep.':>11}{'cpu':>6}{'/bare':>7}{'cpu':>6}{'GB/s':>6}"
 )
 _NOTES = """\
 Milliseconds, medians and bests over the rounds. kvflow: plan + post + copy = from block ids to the
-last byte; hand-over comes on top (another thread's wake-up, the state machine). /prep., /bare:
-kvflow's "=" to that of prepared lists with index arrays (vLLM's own way) and of the library alone
-with merged runs; work/prep.: the same without the copying inside the library; cpu: each in
-processor time. GB/s: kvflow's."""
+last byte; until post: from the prefill's end to the first post (a thread's wake-up, the state
+machine, planning). /prep., /bare: kvflow's "=" to that of prepared lists with index arrays (vLLM's
+own way) and of the library alone with merged runs; work/prep.: the same without the copying inside
+the library; cpu: each in processor time. GB/s: kvflow's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +87,12 @@ def line(of: Measured) -> str:
         f"{1e3 * of.median_s(KVFLOW, part):>{width}.2f}"
         for part, width in (("plan", 7), ("post", 8), ("copy", 8), ("calls", 8))
     )
+    until_posted = 1e3 * of.median_s(KVFLOW, "until_posted")
     prepared, bare, copied = (1e3 * of.median_s(way) for way in (PREPARED, BARE, COPY))
     return (
         f"{case.layout:<8}{case.block_size:>6}{'frag.' if case.fragmented else 'cont.':>7}"
         f"{case.descriptors:>8}{of.runs:>8}{of.posts:>6}{case.bytes / 1e6:>7.1f}   "
-        f"{kvflow}{1e3 * of.best_s(KVFLOW):>8.2f}{1e3 * of.median_s(KVFLOW, 'hand_over'):>11.2f}   "
+        f"{kvflow}{1e3 * of.best_s(KVFLOW):>8.2f}{until_posted:>12.2f}   "
         f"{prepared:>9.2f}{1e3 * of.best_s(PREPARED):>8.2f}{bare:>8.2f}{copied:>8.2f}   "
         f"{of.ratio(PREPARED):>7.2f}{of.ratio(PREPARED, 'cpu_calls'):>6.2f}"
         f"{of.ratio(PREPARED, 'work'):>11.2f}{of.ratio(PREPARED, 'cpu_work'):>6.2f}"
@@ -157,7 +158,7 @@ def as_dict(measured: Sequence[Measured], repeats: int) -> dict[str, Any]:
 
 def _case(of: Measured) -> dict[str, Any]:
     case = of.case
-    parts = ("plan", "post", "copy", "hand_over", "calls", "work", "cpu_calls", "cpu_work")
+    parts = ("plan", "post", "copy", "until_posted", "calls", "work", "cpu_calls", "cpu_work")
     return {
         "layout": case.layout,
         "block_size": case.block_size,

@@ -37,8 +37,9 @@ class Times:
     plan      from block ids to what the library is given.
     post      making requests, starting, polling and releasing them, without the copying.
     copy      moving bytes, inside the library.
-    hand_over kvflow's only: from the end of the prefill, as vLLM's thread tells it, to the loop
-              thread's first post: waking up, state machine, first slice; without `plan`.
+    until_posted
+              kvflow's only: from the end of the prefill, as vLLM's thread tells it, to the loop
+              thread's first post: waking up, the state machine, and planning.
     cpu_work, cpu_copy
               processor time of plan and post, and of copy.
     """
@@ -46,7 +47,7 @@ class Times:
     plan: float
     post: float
     copy: float
-    hand_over: float = 0.0
+    until_posted: float = 0.0
     cpu_work: float = 0.0
     cpu_copy: float = 0.0
 
@@ -63,10 +64,6 @@ class Times:
     @property
     def cpu_calls(self) -> float:
         return self.cpu_work + self.cpu_copy
-
-    @property
-    def total(self) -> float:
-        return self.calls + self.hand_over
 
 
 def between(start: Moment, planned: Moment, made: Moment, copied: Moment, ended: Moment) -> Times:
