@@ -35,6 +35,14 @@ class DispatchOption(enum.StrEnum):
     BOTH = "both"
 
 
+class ModeOption(enum.StrEnum):
+    """The consumer's setting `mode`."""
+
+    PUSH = "push"
+    PULL = "pull"
+    AUTO = "auto"
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
@@ -212,11 +220,14 @@ def demo(
         bool,
         typer.Option("--by-name", help="Load the connector by its name, not its module path."),
     ] = False,
+    mode: Annotated[
+        ModeOption, typer.Option(help="Who moves the KV: the producer (push) or the consumer.")
+    ] = ModeOption.PUSH,
     model_directory: Annotated[
         Path | None, typer.Option(help="Where the tiny model is made (default: the user's cache).")
     ] = None,
 ) -> None:
-    """Start a prefill and a decode engine, push KV from one to the other, compare tokens."""
+    """Start a prefill and a decode engine, move KV from one to the other, compare tokens."""
     from kvflow.demo.requests import Dispatch
     from kvflow.demo.run import DemoOptions
     from kvflow.demo.run import demo as run_demo
@@ -230,6 +241,7 @@ def demo(
         trace=trace,
         requests=requests,
         by_name=by_name,
+        mode=mode.value,
         model_directory=model_directory,
     )
     raise typer.Exit(run_demo(options))

@@ -23,14 +23,20 @@ class Settings:
                        taken sooner, and each look takes the interpreter from the step.
     idle_wait_ms       how long an engine step without model work may wait for news, so that an
                        idle decode engine neither spins nor sees an arrival late.
+    mode               of a decode engine. `push`: producers write KV into its blocks. `pull`: it
+                       reads the KV out of theirs. `auto`: it reads where the parameters tell of a
+                       finished prefill (sequential dispatch), and is written to otherwise.
+    recompute_below_tokens
+                       of a decode engine: a prompt of which fewer tokens than these would have to
+                       be moved is computed here instead, and its producer is released.
     stream             `on`: what a step has completed of a prompt is written while the next one
                        computes. `off`: a prompt is written when all of it is complete.
     stream_bytes_min   so much must be complete for a write of its own, before the prompt's end.
-    post_bytes_max     bytes in one posted slice of a write. Where the library copies inside the
-                       call, notices wait for as long as that takes: 3 ms at 5 GB/s.
-    post_runs_max      runs in one posted slice of a write; 2 to 3 us each where it copies.
+    post_bytes_max     bytes in one posted slice of a write or read. Where the library copies inside
+                       the call, notices wait for as long as that takes: 3 ms at 5 GB/s.
+    post_runs_max      runs in one posted slice of a write or read; 2 to 3 us each where it copies.
     posts_in_flight_max
-                       slices of one write that may be in flight together.
+                       slices of one write or read that may be in flight together.
     parked_max         loads of a decode engine that may wait for their KV at a time; further
                        requests stay in vLLM's queue.
     after_preemption   what becomes of a decode request that vLLM preempts after its KV has landed:
@@ -56,6 +62,8 @@ class Settings:
     poll_idle_us: int = 10_000
     poll_computing_us: int = 1000
     idle_wait_ms: float = 2.0
+    mode: str = "push"
+    recompute_below_tokens: int = 0
     stream: str = "on"
     stream_bytes_min: int = 2**20
     post_bytes_max: int = 16 * 2**20
@@ -75,10 +83,12 @@ _LEAST = {
     "poll_idle_us": 100,
     "poll_computing_us": 20,
     "idle_wait_ms": 0,
+    "recompute_below_tokens": 0,
     "post_bytes_max": 4096,
 }
 """Lowest value of each number; 1 where not named. Timings must be above 0."""
 _CHOICES = {
+    "mode": ("push", "pull", "auto"),
     "stream": ("on", "off"),
     "after_preemption": ("recompute", "register"),
     "cache_layout": ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC", ""),

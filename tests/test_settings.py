@@ -14,7 +14,7 @@ from kvflow.wire import messages as m
 
 TIMINGS = {field.name: field for field in dataclasses.fields(Timings)}
 OWN = {field.name: field for field in dataclasses.fields(Settings) if field.name != "timings"}
-WORDS = ("nixl_backends", "shared_key_file", "after_preemption", "cache_layout", "stream")
+WORDS = ("nixl_backends", "shared_key_file", "after_preemption", "cache_layout", "stream", "mode")
 NUMBERS = [*TIMINGS, *(name for name in OWN if name not in WORDS)]
 DEFAULTS = Settings()
 

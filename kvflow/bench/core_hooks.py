@@ -78,8 +78,11 @@ class _Halves:
 
         config: Any = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(
-                is_kv_producer=self.kv_role == "kv_producer", kv_load_failure_policy="fail"
+                is_kv_producer=self.kv_role == "kv_producer",
+                kv_load_failure_policy="fail",
+                kv_buffer_device="cpu",
             ),
+            device_config=SimpleNamespace(device_type="cpu"),
             parallel_config=SimpleNamespace(
                 data_parallel_index=0, tensor_parallel_size=1, pipeline_parallel_size=1
             ),

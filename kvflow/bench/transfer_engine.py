@@ -68,11 +68,11 @@ class TimedPort(NixlPort):
 
     span = Span()
 
-    def post(self, name: AgentName, runs: Runs) -> int:
+    def post(self, name: AgentName, runs: Runs, *, reads: bool = False) -> int:
         self.span.begun = self.span.begun or now()
         self.span.posts += 1
         self.span.runs += len(runs)
-        return super().post(name, runs)
+        return super().post(name, runs, reads=reads)
 
     def _start(self, transfer: Any) -> str:
         start = now()

@@ -1,14 +1,19 @@
 """`kv_transfer_params` of one request: upstream's keys, checked, as values of ours.
 
 Keys that a decode leg may carry: `do_remote_prefill`, `remote_host`, `remote_port`, `transfer_id`,
-`remote_engine_id`, `remote_request_id`. Others (block ids, sizes) are upstream's business and are
-not read: engine id, ranks and sizes come from the meeting. A bad value is a `ConfigurationError`,
-which fails that request and nothing else.
+`remote_engine_id`, `remote_request_id`. A bad value is a `ConfigurationError`, which fails that
+request and nothing else. Sizes are upstream's business and are not read: engine id, ranks and sizes
+come from the meeting. `remote_block_ids` and `remote_num_tokens` are, where a producer of ours has
+answered with `remote_prefill` as well: a load that reads begins with them, and goes by what the
+producer says in the end.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
+from kvflow.core.notices import Offer
 from kvflow.errors import ConfigurationError
 from kvflow.ids import TRANSFER_ID_CHARS_MAX, Address, TransferId, is_transfer_id
 
@@ -71,6 +76,34 @@ def remote(params: Mapping[str, object], request_id: str, *, randomized: bool) -
         address=Address(_host(params.get("remote_host")), _port(params.get("remote_port"))),
         engine_id=engine_id,
     )
+
+
+def offer(params: Mapping[str, object]) -> Offer | None:
+    """What a producer's answer told of its finished prefill, block ids of all of vLLM's groups.
+
+    None if it is not all there, or odd: it saves a round trip and is not needed for anything else.
+    """
+    name = params.get("remote_prefill")
+    tokens = params.get("remote_num_tokens")
+    blocks = params.get("remote_block_ids")
+    if not isinstance(name, str) or not isinstance(blocks, list | tuple):
+        return None
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
+        return None
+    if not all(map(_are_block_ids, blocks)):
+        return None
+    return Offer(prefill=name, tokens=tokens, blocks=tuple(map(tuple, blocks)))
+
+
+def _are_block_ids(given: object) -> bool:
+    """A list of counts; of a long prompt there are too many to look at one by one."""
+    if not isinstance(given, list | tuple):
+        return False
+    try:
+        ids = np.asarray(given)
+    except (ValueError, OverflowError):
+        return False
+    return not ids.size or (ids.ndim == 1 and ids.dtype.kind == "i" and int(ids.min()) >= 0)
 
 
 def _transfer_id(key: str, given: object) -> TransferId:

@@ -34,6 +34,8 @@ from kvflow.core.events import (
     ReleaseWanted,
     RequestEnded,
 )
+from kvflow.core.notices import Offer
+from kvflow.core.producer import prefill_name
 from kvflow.errors import ConfigurationError
 from kvflow.ids import ATTEMPT_STRIDE, Address, Rank, RequestId, TransferId
 from kvflow.io.seal import Seal
@@ -103,6 +105,13 @@ class SchedulerHalf:
         self._log = get_logger("scheduler", engine=engine_id[:8])
         self._stalled = False
         self._parked_max = settings.parked_max
+        self._mode = settings.mode
+        self._load_tokens_min = max(settings.recompute_below_tokens, 1)
+        # Peers read host copies then, which are made when the step after the answer begins.
+        self._is_staged = (
+            config.kv_transfer_config.kv_buffer_device == "cpu"
+            and config.device_config.device_type != "cpu"
+        )
         self._released: deque[TransferId] = deque()
         self._side_channel = SideChannel(
             engine_id=engine_id,
@@ -147,7 +156,7 @@ class SchedulerHalf:
         if not self._may_load(request):
             return 0, False
         count = tokens_to_share(request, self._groups) - computed
-        if count <= 0:
+        if count < self._load_tokens_min:
             return 0, False
         if len(self._loads) >= self._parked_max:
             return None, False
@@ -197,6 +206,8 @@ class SchedulerHalf:
         wanted = [
             group.to_load(ids[group.index], tokens - external, tokens) for group in self._groups
         ]
+        again = before is Asked.PREEMPTED
+        offer = None if again or self._mode == "push" else self._offer(request)
         return BlocksAllocated(
             transfer_id=remote.transfer_id,
             request_id=request_id,
@@ -207,8 +218,19 @@ class SchedulerHalf:
             starts=tuple(start for start, _ in wanted),
             tokens=tokens,
             keep=self._registers_again,
-            again=before is Asked.PREEMPTED,
+            again=again,
+            reads=self._mode == "pull" or offer is not None,
+            offer=offer,
         )
+
+    def _offer(self, request: "Request") -> Offer | None:
+        """What the parameters tell of a finished prefill, as its producer would say it."""
+        assert request.kv_transfer_params is not None
+        told = p.offer(request.kv_transfer_params)
+        if told is None or len(told.blocks) <= max(group.index for group in self._groups):
+            return None
+        blocks = tuple(tuple(group.to_offer(told.blocks[group.index])) for group in self._groups)
+        return Offer(blocks=blocks, tokens=told.tokens, prefill=told.prefill)
 
     def _release(self, request: "Request") -> None:
         """Nothing has to be moved: the producer need not keep its blocks."""
@@ -280,7 +302,14 @@ class SchedulerHalf:
                 is_exact=has_state(self._groups),
             )
         )
-        return True, {
+        return True, self._answer(request, transfer_id, blocks)
+
+    def _answer(
+        self, request: "Request", transfer_id: TransferId, blocks: tuple[list[int], ...]
+    ) -> dict[str, Any]:
+        """A finished prefill's parameters for the decode leg: upstream's keys, and one of ours."""
+        named = {"remote_prefill": prefill_name(RequestId(request.request_id))}
+        return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "transfer_id": transfer_id,
@@ -293,6 +322,7 @@ class SchedulerHalf:
             "pp_size": self._config.parallel_config.pipeline_parallel_size,
             "remote_num_tokens": request.num_computed_tokens,
             "transfer_mode": "push",
+            **({} if self._is_staged else named),
         }
 
     # -- steps -------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ STANDINGS = {
     "streaming": Standing.TRANSFERRING,
     "recalled": Standing.WAITING,
     "transferring": Standing.TRANSFERRING,
+    "lent": Standing.READABLE,
     "draining": Standing.STOPPING,
     "kept": Standing.DONE,
     "sent": Standing.DONE,

@@ -5,7 +5,8 @@ are given back to vLLM only when every rank has said that nothing can land any m
 down and the fence time has passed; every waiting state has a deadline.
 
 The idea: register, be told, done. What makes it long is giving up: a consumer that wants out
-cannot just leave, since somebody may still write into its blocks.
+cannot just leave, since somebody may still write into its blocks. One that reads the KV itself can
+(`kvflow.core.consumer_reads`): it waits for nobody but its own READs.
 
 Known limit: after a peer was torn down, the fence time is the only proof that it stopped writing.
 """
@@ -14,7 +15,7 @@ import enum
 import math
 from dataclasses import dataclass, field
 
-from kvflow.core.notices import Blocks
+from kvflow.core.notices import Blocks, Offer
 from kvflow.core.reasons import Reason, Standing
 from kvflow.core.turn import PeerMet, Record, Turn
 from kvflow.ids import Address, AgentName, Rank, RequestId, TransferId
@@ -28,18 +29,21 @@ STATES = {
     "registering": "the registration was sent; not every producer rank has answered",
     "registered": "every producer rank has the registration on record",
     "transferring": "at least one producer rank is writing, or has written its part",
+    "expecting": "registered as one that reads; no producer rank has said yet that its KV is there",
+    "reading": "the KV is being read from at least one producer rank, or has been",
     "draining": "given up; blocks stay reserved until every rank says that nothing can land",
     "fencing": "a rank that might write was torn down; blocks stay reserved for the fence time",
+    "stopping": "given up; blocks stay reserved until our own READs have ended",
     "releasing": "nothing (more) is wanted; the producer is being told so",
-    "received": "every expected rank has written everything, and vLLM knows",
+    "received": "the KV of every expected rank is here, and vLLM knows",
     "failed": "over without the KV, and vLLM knows",
     "released": "the producer was told, or could not be",
     "forgotten": "the record is deleted",
 }
 WAITING_FOR_PEER = frozenset({"allocated", "releasing"})
-ASKING = frozenset("registering registered transferring draining releasing".split())
-RENEWING = frozenset("registering registered transferring".split())
-LIVE = frozenset("allocated registering registered transferring draining fencing releasing".split())
+RENEWING = frozenset("registering registered transferring expecting reading".split())
+ASKING = RENEWING | {"draining", "releasing"}
+LIVE = ASKING | {"allocated", "fencing", "stopping"}
 
 
 class Outcome(enum.Enum):
@@ -60,6 +64,28 @@ class FromRank:
     prefill: str = ""
     kept_s: float = 0.0
     is_dead: bool = False
+    offer: Offer | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Reads:
+    """How far a load that reads has come, by producer rank.
+
+    offer    what the router said of a finished prefill; None if it said nothing.
+    said     what each rank has said can be read.
+    sources  what is being read from each, or was read last.
+    open     ranks whose READ has not ended.
+    complete ranks whose last READ has read everything.
+    fetched  ranks that were told so, after they had said that it could be read: what a `Done` of
+             theirs confirms.
+    """
+
+    offer: Offer | None
+    said: dict[Rank, Offer] = field(default_factory=dict)
+    sources: dict[Rank, Offer] = field(default_factory=dict)
+    open: set[Rank] = field(default_factory=set)
+    complete: set[Rank] = field(default_factory=set)
+    fetched: set[Rank] = field(default_factory=set)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,6 +105,9 @@ class ConsumerRecord(Record):
     prefill   the prefill whose KV is wanted once more; "" for a first time.
     gave_up_at
               when it was given up, while it is being given up.
+    reads     how far its READs have come; None for a load that is written by the producer.
+    bytes, runs
+              read here.
     """
 
     request_id: RequestId
@@ -102,10 +131,13 @@ class ConsumerRecord(Record):
     gave_up_at: float = 0.0
     writing: set[Rank] = field(default_factory=set)
     outcomes: dict[Rank, Outcome] = field(default_factory=dict)
+    reads: Reads | None = None
+    bytes: int = 0
+    runs: int = 0
 
     @property
     def unsettled(self) -> frozenset[Rank]:
-        """Ranks that may still write."""
+        """Ranks that are not done, and may still write if they are to write."""
         return frozenset(self.agents) - self.outcomes.keys()
 
     @property

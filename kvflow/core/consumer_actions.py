@@ -1,9 +1,9 @@
 """What the consumer's rows do. The machine is described in `kvflow.core.consumer`."""
 
-from kvflow.core.consumer import NAME, RESEND, ConsumerRecord, FromRank, Outcome
+from kvflow.core.consumer import NAME, RESEND, ConsumerRecord, FromRank, Outcome, Reads
 from kvflow.core.effects import ReportReceived
 from kvflow.core.events import BlocksAllocated, LoadRefused, ReleaseWanted
-from kvflow.core.notices import Cancel, Register
+from kvflow.core.notices import Cancel, Offer, Register
 from kvflow.core.reasons import Reason, Standing
 from kvflow.core.turn import PeerGone, PeerMet, Turn, Wanted
 from kvflow.ids import Rank, RequestId
@@ -13,11 +13,11 @@ C = ConsumerRecord
 # -- small steps ---------------------------------------------------------------------------------
 
 
-def _deadline_key(record: C) -> tuple[str, RequestId]:
+def deadline_key(record: C) -> tuple[str, RequestId]:
     return (NAME, record.request_id)
 
 
-def _resend_key(record: C) -> tuple[str, RequestId]:
+def resend_key(record: C) -> tuple[str, RequestId]:
     return (RESEND, record.request_id)
 
 
@@ -35,8 +35,10 @@ def _start(record: C, event: BlocksAllocated | LoadRefused | ReleaseWanted, turn
     record.starts = ()
     record.keep = False
     record.prefill = ""
+    record.reads = None
+    record.bytes = record.runs = 0
     record.spent_ms.clear()
-    turn.deadlines.cancel(_resend_key(record))
+    turn.deadlines.cancel(resend_key(record))
     for memory in (record.answered, record.blind, record.writing):
         memory.clear()
     for by_rank in (record.agents, record.outcomes, record.prefills):
@@ -50,14 +52,14 @@ def _want(record: C, event: BlocksAllocated | ReleaseWanted, turn: Turn) -> None
 
 
 def _meet(record: C, turn: Turn) -> None:
-    turn.arm(_deadline_key(record), turn.timings.meet_deadline_s)
+    turn.arm(deadline_key(record), turn.timings.meet_deadline_s)
     turn.follow_ups.append(Wanted(address=record.address, request_id=record.request_id))
 
 
-def _register_with(record: C, rank: Rank, turn: Turn) -> None:
+def register_with(record: C, rank: Rank, turn: Turn) -> None:
     agent = record.agents[rank]
-    write_until_s = turn.write_until(agent)
-    if write_until_s is None:
+    write_until_s = None if record.reads else turn.write_until(agent)
+    if write_until_s is None and not record.reads:
         record.blind.add(rank)
     else:
         record.blind.discard(rank)
@@ -71,17 +73,18 @@ def _register_with(record: C, rank: Rank, turn: Turn) -> None:
         write_until_s=write_until_s,
         keep=record.keep,
         prefill=record.prefill,
+        reads=record.reads is not None,
     )
     turn.send(agent, register)
 
 
-def _cancel_unsettled(record: C, turn: Turn) -> None:
+def cancel_unsettled(record: C, turn: Turn) -> None:
     for rank in sorted(record.unsettled):
         cancel = Cancel(transfer_id=record.transfer_id, attempt=record.attempt)
         turn.send(record.agents[rank], cancel)
 
 
-def _settle(record: C, rank: Rank, outcome: Outcome) -> None:
+def settle(record: C, rank: Rank, outcome: Outcome) -> None:
     record.answered.add(rank)
     if record.outcomes.get(rank) is not Outcome.DONE:
         record.outcomes[rank] = outcome
@@ -100,11 +103,12 @@ def _let_go(record: C, turn: Turn) -> None:
     record.kept.clear()
 
 
-def _end(record: C, turn: Turn, reason: Reason | None, *, fenced: bool = False) -> None:
-    """Give the blocks back, tell vLLM, become a tombstone."""
+def end(record: C, turn: Turn, reason: Reason | None, *, fenced: bool = False) -> None:
+    """Give the blocks back, tell vLLM, become a tombstone. Into what we read nobody writes."""
     if reason is not None:
         _let_go(record, turn)
-    writers = record.unsettled if fenced else record.unsettled | record.lost
+    lost = frozenset() if fenced else record.lost
+    writers = frozenset() if record.reads else record.unsettled | lost
     turn.ledger.give_back(record.request_id, writers)
     record.reason = reason
     turn.effects.append(ReportReceived(request_id=record.request_id, reason=reason))
@@ -112,9 +116,9 @@ def _end(record: C, turn: Turn, reason: Reason | None, *, fenced: bool = False) 
 
 
 def _bury(record: C, turn: Turn) -> None:
-    turn.deadlines.cancel(_resend_key(record))
+    turn.deadlines.cancel(resend_key(record))
     kept_s = max(record.kept.values(), default=turn.now) - turn.now
-    turn.arm(_deadline_key(record), max(turn.timings.tombstone_s, kept_s))
+    turn.arm(deadline_key(record), max(turn.timings.tombstone_s, kept_s))
 
 
 def _give_up(record: C, turn: Turn, reason: Reason | None) -> None:
@@ -122,9 +126,9 @@ def _give_up(record: C, turn: Turn, reason: Reason | None) -> None:
     record.reason = reason
     if record.state != "draining":
         record.gave_up_at = turn.now
-    _cancel_unsettled(record, turn)
-    turn.arm(_resend_key(record), turn.timings.cancel_resend_s)
-    turn.arm(_deadline_key(record), turn.timings.cancel_deadline_s)
+    cancel_unsettled(record, turn)
+    turn.arm(resend_key(record), turn.timings.cancel_resend_s)
+    turn.arm(deadline_key(record), turn.timings.cancel_deadline_s)
 
 
 # -- actions: vLLM -------------------------------------------------------------------------------
@@ -137,7 +141,15 @@ def reserve(record: C, event: BlocksAllocated, turn: Turn) -> None:
     record.starts = event.starts
     record.tokens = event.tokens
     record.keep = event.keep
+    record.reads = Reads(offer=_usable(event)) if event.reads else None
     _want(record, event, turn)
+
+
+def _usable(event: BlocksAllocated) -> Offer | None:
+    """What the router says of a finished prefill, if that is what is wanted here."""
+    offer = event.offer
+    fits = offer is not None and offer.tokens >= event.tokens
+    return offer if offer and fits and len(offer.blocks) == len(event.blocks) else None
 
 
 def reserve_again(record: C, event: BlocksAllocated, turn: Turn) -> None:
@@ -152,7 +164,7 @@ def refuse_again(record: C, event: BlocksAllocated, turn: Turn) -> None:
     turn.ledger.reserve(event.request_id, ())
     _start(record, event, turn)
     record.detail = "the producer does not keep it"
-    _end(record, turn, Reason.FORGOTTEN)
+    end(record, turn, Reason.FORGOTTEN)
 
 
 def want_nothing_more(record: C, event: object, turn: Turn) -> None:
@@ -171,7 +183,7 @@ def refuse_load(record: C, event: LoadRefused, turn: Turn) -> None:
     turn.ledger.reserve(event.request_id, ())
     _start(record, event, turn)
     record.detail = event.detail
-    _end(record, turn, event.reason)
+    end(record, turn, event.reason)
 
 
 def want_release(record: C, event: ReleaseWanted, turn: Turn) -> None:
@@ -182,7 +194,7 @@ def want_release(record: C, event: ReleaseWanted, turn: Turn) -> None:
 
 def fail_unregistered(record: C, event: object, turn: Turn) -> None:
     """Nobody was told of the blocks, so nobody can write."""
-    _end(record, turn, Reason.ABORTED)
+    end(record, turn, Reason.ABORTED)
 
 
 def give_up_aborted(record: C, event: object, turn: Turn) -> None:
@@ -190,7 +202,7 @@ def give_up_aborted(record: C, event: object, turn: Turn) -> None:
 
 
 def fail_rival(record: C, event: object, turn: Turn) -> None:
-    _end(record, turn, Reason.AMBIGUOUS)
+    end(record, turn, Reason.AMBIGUOUS)
 
 
 def give_up_rival(record: C, event: object, turn: Turn) -> None:
@@ -203,10 +215,10 @@ def give_up_rival(record: C, event: object, turn: Turn) -> None:
 def register(record: C, event: PeerMet, turn: Turn) -> None:
     record.agents.update(event.agents)
     for rank in sorted(record.agents):
-        _register_with(record, rank, turn)
-    turn.arm(_resend_key(record), turn.timings.register_resend_s)
+        register_with(record, rank, turn)
+    turn.arm(resend_key(record), turn.timings.register_resend_s)
     rest_s = record.born + turn.timings.load_deadline_s - turn.now
-    turn.arm(_deadline_key(record), max(rest_s, 0.0))
+    turn.arm(deadline_key(record), max(rest_s, 0.0))
 
 
 def tell_release(record: C, event: PeerMet, turn: Turn) -> None:
@@ -218,7 +230,7 @@ def tell_release(record: C, event: PeerMet, turn: Turn) -> None:
 
 def fail_unreachable(record: C, event: PeerMet, turn: Turn) -> None:
     record.detail = event.refusal or ""
-    _end(record, turn, Reason.INCOMPATIBLE)
+    end(record, turn, Reason.INCOMPATIBLE)
 
 
 def end_release(record: C, event: object, turn: Turn) -> None:
@@ -226,13 +238,13 @@ def end_release(record: C, event: object, turn: Turn) -> None:
 
 
 def note_released(record: C, event: FromRank, turn: Turn) -> None:
-    _settle(record, event.rank, Outcome.FAILED)
+    settle(record, event.rank, Outcome.FAILED)
     _bury(record, turn)
 
 
 def note_settled(record: C, event: FromRank, turn: Turn) -> None:
     _note_kept(record, event, turn)
-    _settle(record, event.rank, Outcome.FAILED)
+    settle(record, event.rank, Outcome.FAILED)
 
 
 def _lose(record: C, event: FromRank, turn: Turn) -> None:
@@ -252,8 +264,8 @@ def lose_and_fence(record: C, event: FromRank, turn: Turn) -> None:
     """What may still write has been torn down: wait until it must have stopped."""
     _lose(record, event, turn)
     record.reason = record.reason or Reason.PEER_LOST
-    turn.deadlines.cancel(_resend_key(record))
-    turn.arm(_deadline_key(record), record.fence_s)
+    turn.deadlines.cancel(resend_key(record))
+    turn.arm(deadline_key(record), record.fence_s)
 
 
 # -- actions: what ranks say ---------------------------------------------------------------------
@@ -264,45 +276,45 @@ def note_answer(record: C, event: FromRank, turn: Turn) -> None:
     if event.standing is Standing.TRANSFERRING:
         record.writing.add(event.rank)
     if event.rank in record.blind:
-        _register_with(record, event.rank, turn)
+        register_with(record, event.rank, turn)
 
 
 def note_stopping(record: C, event: FromRank, turn: Turn) -> None:
     """It lives and is at it: wait on, though not for ever."""
     if event.standing is Standing.STOPPING:
         rest_s = record.gave_up_at + turn.timings.stop_deadline_s - turn.now
-        turn.arm(_deadline_key(record), min(turn.timings.cancel_deadline_s, max(rest_s, 0.0)))
+        turn.arm(deadline_key(record), min(turn.timings.cancel_deadline_s, max(rest_s, 0.0)))
 
 
 def note_last_answer(record: C, event: FromRank, turn: Turn) -> None:
     note_answer(record, event, turn)
-    turn.deadlines.cancel(_resend_key(record))
+    turn.deadlines.cancel(resend_key(record))
 
 
 def note_done(record: C, event: FromRank, turn: Turn) -> None:
-    _settle(record, event.rank, Outcome.DONE)
+    settle(record, event.rank, Outcome.DONE)
     _note_kept(record, event, turn)
     record.prefills[event.rank] = event.prefill
 
 
 def note_done_last_answer(record: C, event: FromRank, turn: Turn) -> None:
     note_done(record, event, turn)
-    turn.deadlines.cancel(_resend_key(record))
+    turn.deadlines.cancel(resend_key(record))
 
 
 def receive(record: C, event: FromRank, turn: Turn) -> None:
     note_done(record, event, turn)
-    _end(record, turn, None)
+    end(record, turn, None)
 
 
 def fail_mixed(record: C, event: FromRank, turn: Turn) -> None:
     note_done(record, event, turn)
-    _end(record, turn, Reason.AMBIGUOUS)
+    end(record, turn, Reason.AMBIGUOUS)
 
 
 def fail(record: C, event: FromRank, turn: Turn) -> None:
-    _settle(record, event.rank, Outcome.FAILED)
-    _end(record, turn, event.reason or Reason.FORGOTTEN)
+    settle(record, event.rank, Outcome.FAILED)
+    end(record, turn, event.reason or Reason.FORGOTTEN)
 
 
 def retry(record: C, event: FromRank, turn: Turn) -> None:
@@ -311,12 +323,12 @@ def retry(record: C, event: FromRank, turn: Turn) -> None:
     record.retries += 1
     record.answered.discard(event.rank)
     record.writing.discard(event.rank)
-    _register_with(record, event.rank, turn)
-    turn.arm(_resend_key(record), turn.timings.register_resend_s)
+    register_with(record, event.rank, turn)
+    turn.arm(resend_key(record), turn.timings.register_resend_s)
 
 
 def give_up_failed(record: C, event: FromRank, turn: Turn) -> None:
-    _settle(record, event.rank, Outcome.FAILED)
+    settle(record, event.rank, Outcome.FAILED)
     _give_up(record, turn, event.reason or Reason.FORGOTTEN)
     if event.reason is Reason.WRITE_FAILED:
         # It keeps its KV for a retry, which will not come.
@@ -326,8 +338,8 @@ def give_up_failed(record: C, event: FromRank, turn: Turn) -> None:
 
 def fail_drained(record: C, event: FromRank, turn: Turn) -> None:
     _note_kept(record, event, turn)
-    _settle(record, event.rank, Outcome.FAILED)
-    _end(record, turn, record.reason)
+    settle(record, event.rank, Outcome.FAILED)
+    end(record, turn, record.reason)
 
 
 # -- actions: time -------------------------------------------------------------------------------
@@ -335,17 +347,17 @@ def fail_drained(record: C, event: FromRank, turn: Turn) -> None:
 
 def resend_register(record: C, event: object, turn: Turn) -> None:
     for rank in sorted(record.agents.keys() - record.answered):
-        _register_with(record, rank, turn)
-    turn.arm(_resend_key(record), turn.timings.register_resend_s)
+        register_with(record, rank, turn)
+    turn.arm(resend_key(record), turn.timings.register_resend_s)
 
 
 def resend_cancel(record: C, event: object, turn: Turn) -> None:
-    _cancel_unsettled(record, turn)
-    turn.arm(_resend_key(record), turn.timings.cancel_resend_s)
+    cancel_unsettled(record, turn)
+    turn.arm(resend_key(record), turn.timings.cancel_resend_s)
 
 
 def fail_meeting(record: C, event: object, turn: Turn) -> None:
-    _end(record, turn, Reason.UNREACHABLE)
+    end(record, turn, Reason.UNREACHABLE)
 
 
 def give_up_deadline(record: C, event: object, turn: Turn) -> None:
@@ -357,15 +369,15 @@ def lose_silent(record: C, event: object, turn: Turn) -> None:
     for rank in sorted(record.unsettled):
         gone = PeerGone(agent=record.agents[rank], detail="did not answer a cancel in time")
         turn.follow_ups.append(gone)
-    turn.arm(_deadline_key(record), turn.timings.cancel_deadline_s)
+    turn.arm(deadline_key(record), turn.timings.cancel_deadline_s)
 
 
 def fail_fenced(record: C, event: object, turn: Turn) -> None:
-    _end(record, turn, record.reason, fenced=True)
+    end(record, turn, record.reason, fenced=True)
 
 
 def fail_closing(record: C, event: object, turn: Turn) -> None:
-    _end(record, turn, Reason.SHUTDOWN)
+    end(record, turn, Reason.SHUTDOWN)
 
 
 def give_up_closing(record: C, event: object, turn: Turn) -> None:

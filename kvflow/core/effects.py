@@ -1,7 +1,8 @@
 """What an engine wants done, in the imperative.
 
-`Meet` and `PostWrite` are answered by exactly one event each; the others are not answered, except
-that a `SendNotice` which the transfer library rejects comes back as `NoticeFailed`.
+`Meet`, `PostWrite` and `PostRead` are answered by exactly one event each; the others are not
+answered, except that a `SendNotice` which the transfer library rejects comes back as
+`NoticeFailed`.
 """
 
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 from kvflow.core.notices import Blocks, Notice
 from kvflow.core.reasons import Reason
-from kvflow.ids import Address, AgentName, PartId, RequestId
+from kvflow.ids import Address, AgentName, PartId, Rank, RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,32 @@ class StopWrite:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PostRead:
+    """Read blocks of one producer rank into blocks of this worker.
+
+    source, destination, starts, tokens  as in `PostWrite`.
+
+    Posted in slices, without asking: what may not be read any more does not count (S8).
+    """
+
+    request_id: RequestId
+    rank: Rank
+    agent: AgentName
+    source: Blocks
+    destination: Blocks
+    starts: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRead:
+    """Post nothing more of this read; answer when what is in flight has ended."""
+
+    request_id: RequestId
+    rank: Rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReportSent:
     """Tell vLLM that it may free a prefill's blocks."""
 
@@ -117,6 +144,8 @@ Effect = (
     | SendNotice
     | PostWrite
     | StopWrite
+    | PostRead
+    | StopRead
     | ReportSent
     | ReportReceived
     | Moved

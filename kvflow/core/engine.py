@@ -42,7 +42,7 @@ from kvflow.ids import AgentName, PartId, Rank, RequestId, TransferId
 TABLES: tuple[Table, ...] = (producer_table.TABLE, consumer_table.TABLE, peer.TABLE)
 
 _QUICK = {
-    producer.NAME: frozenset({"streaming", "recalled", "transferring", "draining"}),
+    producer.NAME: frozenset({"streaming", "recalled", "transferring", "lent", "draining"}),
     consumer.NAME: consumer.LIVE,
     peer.NAME: frozenset({"meeting"}),
 }
@@ -96,6 +96,9 @@ class Engine:
             ev.WriteDone: self._write_ended,
             ev.WriteFailed: self._write_ended,
             ev.WriteStopped: self._write_ended,
+            ev.ReadDone: self._read_ended,
+            ev.ReadFailed: self._read_ended,
+            ev.ReadStopped: self._read_ended,
             ev.Closing: self._closing,
         }
 
@@ -280,6 +283,19 @@ class Engine:
                 f"{trigger} of {event.part}, attempt {event.attempt}: no such write is open"
             )
         self.records.fire_producer(record, trigger, event, turn)
+
+    def _read_ended(self, event: ev.ReadDone | ev.ReadFailed | ev.ReadStopped, turn: Turn) -> None:
+        trigger = {
+            ev.ReadDone: "read_done",
+            ev.ReadFailed: "read_failed",
+            ev.ReadStopped: "read_stopped",
+        }[type(event)]
+        record = self.records.consumers.get(event.request_id)
+        if record is None or not self.ledger.is_reading(event.request_id, event.rank):
+            raise LocalProtocolError(
+                f"{trigger} of {event.request_id} from {event.rank}: no such read is open"
+            )
+        self.records.fire_consumer(record, trigger, event, turn)
 
     def _closing(self, event: ev.Closing, turn: Turn) -> None:
         for producing in list(self.records.producers.values()):

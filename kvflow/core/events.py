@@ -6,7 +6,7 @@ Every effect of `kvflow.core.effects` that asks for an answer gets exactly one o
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvflow.core.notices import Blocks, Notice
+from kvflow.core.notices import Blocks, Notice, Offer
 from kvflow.core.reasons import Reason
 from kvflow.ids import Address, AgentName, Incarnation, PartId, Rank, RequestId, TransferId
 
@@ -92,14 +92,17 @@ class ReleaseAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksAllocated:
-    """vLLM reserved blocks for KV that a producer will write.
+    """vLLM reserved blocks for KV of a producer.
 
-    blocks     destination block ids per cache group, only those to be written.
+    blocks     destination block ids per cache group, only those to be filled.
     starts     first token per group whose KV is not here; the group's first block holds it.
     engine_id  the producer's engine id if the router named it, else None.
     keep       should the request be preempted, its KV is wanted once more.
     again      it was preempted after its KV had landed: only a producer that keeps its blocks is
                asked, and a load of which there is none fails at once.
+    reads      the KV is read from here, rather than written by the producer.
+    offer      what the router says of a prefill that has finished, to be read without waiting for
+               the producer's word; None if it says nothing of the kind.
     """
 
     transfer_id: TransferId
@@ -112,6 +115,8 @@ class BlocksAllocated:
     tokens: int
     keep: bool = False
     again: bool = False
+    reads: bool = False
+    offer: Offer | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +248,40 @@ class WriteStopped:
     attempt: int
 
 
+# -- reads ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadDone:
+    """Answer to `PostRead`: every run has reported done."""
+
+    request_id: RequestId
+    rank: Rank
+    bytes: int
+    runs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadFailed:
+    """Answer to `PostRead`: at least one run failed; no handle is outstanding any more.
+
+    final  another READ would fail in the same way.
+    """
+
+    request_id: RequestId
+    rank: Rank
+    detail: str
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadStopped:
+    """Answer to `PostRead` after `StopRead`: no handle is outstanding, not all was read."""
+
+    request_id: RequestId
+    rank: Rank
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closing:
     """The worker is shutting down: finish or give up everything, and say so."""
@@ -270,5 +309,8 @@ Event = (
     | WriteDone
     | WriteFailed
     | WriteStopped
+    | ReadDone
+    | ReadFailed
+    | ReadStopped
     | Closing
 )

@@ -15,7 +15,10 @@ from kvflow.core.notices import (
     Cancel,
     Done,
     Failed,
+    Fetched,
+    Offer,
     Probe,
+    Readable,
     Register,
     Renew,
 )
@@ -48,12 +51,18 @@ class Inbox:
         match notice:
             case Register():
                 self._register(record, sender, notice, turn)
+            case Fetched():
+                self._fetched(record, sender, notice, turn)
             case Cancel():
                 self._cancel(record, sender, notice, turn)
             case Renew():
                 self._renew(record, sender, notice, turn)
             case Accepted():
                 self._stands(_rank(record, sender), (*_key(notice), notice.standing, None), turn)
+            case Readable():
+                offer = Offer(blocks=notice.blocks, tokens=notice.tokens, prefill=notice.prefill)
+                word = said(record, sender, offer=offer)
+                self._said(notice.transfer_id, notice.attempt, "readable", word, turn)
             case Done():
                 word = said(record, sender, prefill=notice.prefill, kept_s=notice.kept_s)
                 self._said(notice.transfer_id, notice.attempt, "done", word, turn)
@@ -88,6 +97,17 @@ class Inbox:
         """What this rank owes that worker of a transfer."""
         parts.adjust(self.records, transfer_id, worker.parts, turn)
         return self.records.producer(transfer_id, turn.now, worker.part)
+
+    def _fetched(self, worker: PeerRecord, sender: AgentName, notice: Fetched, turn: Turn) -> None:
+        record = self.records.producers.get(part_id(notice.transfer_id, worker.part))
+        if record is not None and classify.is_registered_by(record, sender, notice.attempt):
+            self.records.fire_producer(record, "fetched", notice, turn)
+            return
+        # What was read may have been overwritten before the READ had ended.
+        forgotten = Failed(
+            transfer_id=notice.transfer_id, attempt=notice.attempt, reason=Reason.FORGOTTEN
+        )
+        turn.send(sender, forgotten)
 
     def _cancel(self, worker: PeerRecord, sender: AgentName, notice: Cancel, turn: Turn) -> None:
         record = self._part(worker, notice.transfer_id, turn)
@@ -155,7 +175,13 @@ def said(
     prefill: str = "",
     kept_s: float = 0.0,
     is_dead: bool = False,
+    offer: Offer | None = None,
 ) -> FromRank:
     return FromRank(
-        rank=_rank(record, agent), reason=reason, prefill=prefill, kept_s=kept_s, is_dead=is_dead
+        rank=_rank(record, agent),
+        reason=reason,
+        prefill=prefill,
+        kept_s=kept_s,
+        is_dead=is_dead,
+        offer=offer,
     )

@@ -3,10 +3,11 @@
 Invariants (specs/invariants.md):
 
 S1  a block is the destination of at most one live load.
-S2  a destination block is not given back while a producer might still write it.
+S2  a destination block is not given back while a producer might still write it, or a READ of ours.
 S3  a source block is not given back while one of our writes may still read it.
 S4  a write is posted only from blocks that are pinned, or lent by a running request; one at a time.
 S5  each request is reported at most once per direction.
+S8  what was read counts only once its producer has said, after the READ had ended, that it held it.
 
 A violation is a bug of ours and raises `LocalProtocolError`: better one failed request and a loud
 log than another user's KV. The ledger decides nothing; it is told and it objects.
@@ -14,7 +15,7 @@ log than another user's KV. The ledger decides nothing; it is told and it object
 
 from kvflow.core.notices import Blocks
 from kvflow.errors import LocalProtocolError
-from kvflow.ids import PartId, RequestId
+from kvflow.ids import PartId, Rank, RequestId
 
 Block = tuple[int, int]
 """(cache group, block id)."""
@@ -29,11 +30,12 @@ class Ledger:
         self._lent: set[RequestId] = set()
         self._pinned: dict[RequestId, set[PartId]] = {}
         self._writes: dict[PartId, tuple[int, RequestId]] = {}
+        self._reads: set[tuple[RequestId, Rank]] = set()
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is reserved, lent, pinned or being written."""
-        books = (self._reserved, self._lent, self._pinned, self._writes)
+        """Whether nothing is reserved, lent, pinned, being written or being read."""
+        books = (self._reserved, self._reads, self._lent, self._pinned, self._writes)
         return not (any(self._owners.values()) or any(books))
 
     # -- consumer --------------------------------------------------------------------------------
@@ -56,6 +58,8 @@ class Ledger:
         """S2, S5: the load ended; `writers` are the ranks that might still write: none."""
         if writers:
             raise LocalProtocolError(f"S2: {request} given back while {set(writers)} may write")
+        if any(reader == request for reader, _ in self._reads):
+            raise LocalProtocolError(f"S2: {request} given back while it reads")
         if request not in self._reserved:
             raise LocalProtocolError(f"S5: {request} given back twice")
         for group, ids in enumerate(self._reserved.pop(request)):
@@ -65,6 +69,29 @@ class Ledger:
     def holds(self, request: RequestId) -> bool:
         """Whether this request's destination blocks are reserved."""
         return request in self._reserved
+
+    def open_read(self, request: RequestId, rank: Rank) -> None:
+        """S2: a READ begins to fill this load's blocks; one at a time from each rank."""
+        if request not in self._reserved:
+            raise LocalProtocolError(f"S2: read into blocks that {request} does not have")
+        if self.is_reading(request, rank):
+            raise LocalProtocolError(f"S2: {request} reads from {rank} already")
+        self._reads.add((request, rank))
+
+    def close_read(self, request: RequestId, rank: Rank) -> None:
+        """The read's last handle has ended."""
+        if not self.is_reading(request, rank):
+            raise LocalProtocolError(f"S2: {request} does not read from {rank}")
+        self._reads.discard((request, rank))
+
+    def is_reading(self, request: RequestId, rank: Rank) -> bool:
+        """Whether a READ of this load from this rank has not ended."""
+        return (request, rank) in self._reads
+
+    def claim_fetched(self, request: RequestId, rank: Rank) -> None:
+        """S8: the producer will be asked whether it has held what was read, so the READ is over."""
+        if self.is_reading(request, rank):
+            raise LocalProtocolError(f"S8: {request} counts what it still reads from {rank}")
 
     # -- producer --------------------------------------------------------------------------------
 

@@ -14,6 +14,20 @@ Blocks = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A finished prefill whose KV can be read.
+
+    blocks   its block ids per cache group from the first token on, as in `PrefillFinished`.
+    tokens   prompt tokens whose KV is in them.
+    prefill  which prefill it is, as in `Done`.
+    """
+
+    blocks: Blocks
+    tokens: int
+    prefill: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Register:
     """Consumer -> producer rank: write this transfer's KV into these blocks.
 
@@ -30,6 +44,8 @@ class Register:
              when it has no use for them any more.
     prefill  the KV is wanted once more, of the prefill that `Done.prefill` named, and of no other;
              "" for a first time.
+    reads    the consumer reads the KV itself: nothing is written, and the producer says when it is
+             there.
     """
 
     transfer_id: TransferId
@@ -41,6 +57,7 @@ class Register:
     write_until_s: float | None
     keep: bool = False
     prefill: str = ""
+    reads: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +74,38 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """Producer rank -> consumer: every byte that this rank owed has been written.
+class Readable:
+    """Producer rank -> consumer that reads: the KV is there, and stays until `Fetched` is said.
 
-    prefill  which prefill's KV it was: the same text from each rank of one engine, unless the ranks
-             have written the KV of two prefills that used one transfer id.
-    kept_s   the producer keeps its blocks for so long from now, in seconds, and would write them
+    blocks, tokens, prefill  as in `Offer`.
+    """
+
+    transfer_id: TransferId
+    attempt: int
+    blocks: Blocks
+    tokens: int
+    prefill: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """Consumer -> producer rank: our READ of what was said to be readable has ended, complete.
+
+    Answered by `Done` if the producer has held it until now: only then it counts.
+    """
+
+    transfer_id: TransferId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """Producer rank -> consumer: every byte that this rank owed has been written, or was held until
+    the consumer had read it.
+
+    prefill  which prefill's KV it was: the same text from each rank of one engine, unless it is the
+             KV of two prefills that used one transfer id.
+    kept_s   the producer keeps its blocks for so long from now, in seconds, and would give them
              once more.
     """
 
@@ -120,7 +163,7 @@ class Probe:
     """
 
 
-Notice = Register | Accepted | Done | Failed | Cancel | Renew | Alive | Probe
+Notice = Register | Accepted | Readable | Fetched | Done | Failed | Cancel | Renew | Alive | Probe
 
-FROM_CONSUMER = (Register, Cancel, Renew)
+FROM_CONSUMER = (Register, Fetched, Cancel, Renew)
 """What a consumer says to a producer; the others are answers."""

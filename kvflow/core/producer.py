@@ -5,8 +5,8 @@ when no handle can read them any more; whoever asks about a registration gets an
 record's state, also after the end, for as long as the tombstone lives.
 
 The idea: two things must come together, the finished prefill and the consumer's registration. The
-second of the two, whichever it is, takes the record to `transferring`. Everything else is about
-one of them being late, doubled, withdrawn or lost.
+second of the two, whichever it is, takes the record to `transferring`, or to `lent` if the consumer
+reads. Everything else is about one of them being late, doubled, withdrawn or lost.
 
 Where both are here before the prompt is computed to its end, what is complete is written stretch by
 stretch while vLLM goes on (`streaming`), each as a write of its own; what is left at the end is the
@@ -25,7 +25,7 @@ import math
 from dataclasses import dataclass, field
 
 from kvflow.core.events import PrefillAdvanced, PrefillFinished, WriteDone, WriteFailed
-from kvflow.core.notices import Blocks, Cancel, Register
+from kvflow.core.notices import Blocks, Cancel, Fetched, Register
 from kvflow.core.reasons import Reason
 from kvflow.core.turn import Record, Turn
 from kvflow.ids import AgentName, PartId, RequestId, TransferId
@@ -42,11 +42,13 @@ STATES = {
     "preempted": "vLLM took the blocks away and will compute the prompt again; no registration",
     "prefilled": "the KV is complete and pinned; no consumer has registered",
     "transferring": "the KV is being written into the consumer's blocks",
+    "lent": "a consumer reads the KV; the blocks stay pinned until it says that it has it, or its "
+    "lease ends",
     "draining": "the write must stop; blocks stay pinned until the last handle has ended",
-    "kept": "every byte was written; the blocks stay pinned for a while, in case the consumer is "
+    "kept": "every byte was moved; the blocks stay pinned for a while, in case the consumer is "
     "preempted",
-    "sent": "every byte was written, and the blocks are vLLM's again",
-    "failed": "over without a complete write; nothing of it can land any more",
+    "sent": "every byte was moved, and the blocks are vLLM's again",
+    "failed": "over without a complete transfer; nothing of it can land any more",
     "forgotten": "the record is deleted",
 }
 AWAITED = frozenset({"held", "registered", "streaming", "recalled"})
@@ -55,12 +57,12 @@ COMPUTING = frozenset({"allocated", "registered", "streaming"})
 """vLLM computes the prompt."""
 WRITING = frozenset({"streaming", "transferring"})
 """Slices may be posted."""
-LIVE = AWAITED | frozenset("allocated preempted prefilled transferring draining kept".split())
+LIVE = AWAITED | frozenset("allocated preempted prefilled transferring lent draining kept".split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """A consumer's request to be written to."""
+    """A consumer's request to be written to, or (`reads`) to be told when it can read."""
 
     peer: AgentName
     attempt: int
@@ -70,6 +72,7 @@ class Registration:
     lease_s: float
     since: float
     keep: bool = False
+    reads: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,13 +133,16 @@ class ProducerRecord(Record):
     @property
     def prefill(self) -> str:
         """How consumers name this prefill: the same at every rank. Nothing while none is known."""
-        if self.request_id is None:
-            return ""
-        return hashlib.sha256(self.request_id.encode()).hexdigest()[:16]
+        return prefill_name(self.request_id) if self.request_id is not None else ""
 
     @property
     def attempt(self) -> int:
         return self.registration.attempt if self.registration else 0
+
+
+def prefill_name(request_id: RequestId) -> str:
+    """How a prefill is named to consumers, who are not told vLLM's request id."""
+    return hashlib.sha256(request_id.encode()).hexdigest()[:16]
 
 
 P = ProducerRecord
@@ -147,11 +153,10 @@ P = ProducerRecord
 def _covers_some(
     progress: P | PrefillAdvanced, wanted: Register | Registration, written: int
 ) -> bool:
-    """Whether there is something to write beyond what is `written`."""
-    end = min(progress.tokens, wanted.tokens)
-    return len(wanted.blocks) == len(progress.blocks) == len(wanted.starts) and end > max(
-        written, min(wanted.starts)
-    )
+    """Whether there is something to write beyond what is `written`; never for one that reads."""
+    if wanted.reads or not len(wanted.blocks) == len(progress.blocks) == len(wanted.starts):
+        return False
+    return min(progress.tokens, wanted.tokens) > max(written, min(wanted.starts))
 
 
 def _covers(prefill: P | PrefillFinished, wanted: Register | Registration) -> bool:
@@ -169,6 +174,14 @@ def _covers(prefill: P | PrefillFinished, wanted: Register | Registration) -> bo
 
 def registration_fits(record: P, event: RegisteredBy, turn: Turn) -> bool:
     return _covers(record, event.register)
+
+
+def is_to_be_written(record: P, event: RegisteredBy, turn: Turn) -> bool:
+    return registration_fits(record, event, turn) and not event.register.reads
+
+
+def is_to_be_read(record: P, event: RegisteredBy, turn: Turn) -> bool:
+    return registration_fits(record, event, turn) and event.register.reads
 
 
 def registration_does_not_fit(record: P, event: RegisteredBy, turn: Turn) -> bool:
@@ -221,6 +234,14 @@ def is_not_to_be_kept(record: P, event: WriteDone, turn: Turn) -> bool:
     return not lacks_the_rest(record, event, turn) and not _wants_it_kept(record, turn)
 
 
+def is_to_be_kept_once_read(record: P, event: Fetched, turn: Turn) -> bool:
+    return _wants_it_kept(record, turn)
+
+
+def is_not_to_be_kept_once_read(record: P, event: Fetched, turn: Turn) -> bool:
+    return not _wants_it_kept(record, turn)
+
+
 def has_all_written(record: P, event: WriteDone, turn: Turn) -> bool:
     """While vLLM still runs the request. What is to be kept must have been given to us first."""
     return is_not_to_be_kept(record, event, turn)
@@ -260,6 +281,14 @@ def wants_what_is_kept(record: P, event: RegisteredBy, turn: Turn) -> bool:
     return event.register.prefill == record.prefill and registration_fits(record, event, turn)
 
 
+def wants_to_be_written_what_is_kept(record: P, event: RegisteredBy, turn: Turn) -> bool:
+    return wants_what_is_kept(record, event, turn) and not event.register.reads
+
+
+def wants_to_read_what_is_kept(record: P, event: RegisteredBy, turn: Turn) -> bool:
+    return wants_what_is_kept(record, event, turn) and event.register.reads
+
+
 def wants_something_else(record: P, event: RegisteredBy, turn: Turn) -> bool:
     return not wants_what_is_kept(record, event, turn)
 
@@ -267,6 +296,16 @@ def wants_something_else(record: P, event: RegisteredBy, turn: Turn) -> bool:
 def prefill_fits(record: P, event: PrefillFinished, turn: Turn) -> bool:
     assert record.registration is not None
     return _covers(event, record.registration)
+
+
+def prefill_is_to_be_written(record: P, event: PrefillFinished, turn: Turn) -> bool:
+    assert record.registration is not None
+    return prefill_fits(record, event, turn) and not record.registration.reads
+
+
+def prefill_is_to_be_read(record: P, event: PrefillFinished, turn: Turn) -> bool:
+    assert record.registration is not None
+    return prefill_fits(record, event, turn) and record.registration.reads
 
 
 def is_ambiguous(record: P, event: object, turn: Turn) -> bool:

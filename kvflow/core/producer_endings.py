@@ -39,6 +39,10 @@ def write_anew(record: P, event: object, turn: Turn) -> None:
 
 def finish_and_keep(record: P, event: WriteDone, turn: Turn) -> None:
     step.count(record, event, turn)
+    keep(record, event, turn)
+
+
+def keep(record: P, event: object, turn: Turn) -> None:
     record.kept_until = keep_until(record, turn)
     turn.arm(step.deadline_key(record), record.kept_until - turn.now)
     answer.answer_kept(record, event, turn)

@@ -4,7 +4,7 @@ import math
 
 from kvflow.core.effects import PostWrite, ReportSent, StopWrite
 from kvflow.core.events import WriteDone
-from kvflow.core.notices import Accepted, Done, Failed
+from kvflow.core.notices import Accepted, Done, Failed, Readable
 from kvflow.core.producer import NAME, ProducerRecord, RegisteredBy, Registration
 from kvflow.core.reasons import Reason, Standing
 from kvflow.core.turn import Turn
@@ -56,6 +56,7 @@ def note(record: P, event: RegisteredBy, turn: Turn) -> None:
         lease_s=register.lease_s,
         since=turn.now,
         keep=register.keep,
+        reads=register.reads,
     )
     record.write_until = -math.inf
     record.ends_by = math.inf
@@ -165,6 +166,19 @@ def count(record: P, event: WriteDone, turn: Turn) -> None:
         record.written = record.posted
         record.bytes += event.bytes
         record.runs += event.runs
+
+
+def lend(record: P, turn: Turn) -> None:
+    """The rendezvous with a consumer that reads: it is told what there is."""
+    assert record.registration is not None
+    readable = Readable(
+        transfer_id=record.transfer_id,
+        attempt=record.attempt,
+        blocks=record.blocks,
+        tokens=record.tokens,
+        prefill=record.prefill,
+    )
+    turn.send(record.registration.peer, readable)
 
 
 def stop(record: P, turn: Turn, reason: Reason) -> None:

@@ -8,12 +8,13 @@ rival's; a prefill is this record's own or a rival's.
 from kvflow.core import producer as g
 from kvflow.core import producer_actions as p
 from kvflow.core import producer_endings as e
+from kvflow.core import producer_lends as lends
 from kvflow.core.table import Table, never, row
 
 _BEFORE_THE_END = (
-    "allocated held registered streaming recalled preempted prefilled transferring draining"
+    "allocated held registered streaming recalled preempted prefilled transferring lent draining"
 )
-_HAS_PREFILL = "allocated registered streaming prefilled transferring draining"
+_HAS_PREFILL = "allocated registered streaming prefilled transferring lent draining"
 _OPEN = "streaming recalled transferring"
 """A write is open, and is to go on or to be replaced."""
 
@@ -49,8 +50,11 @@ ROWS = (
         why="nobody waits for the rest"),
     row("prefill_finished", "unknown allocated preempted", "prefilled", p.pin,
         why="the KV is complete, and nobody has claimed it yet"),
-    row("prefill_finished", "held registered", "transferring", p.pin_and_write, g.prefill_fits,
+    row("prefill_finished", "held registered", "transferring", p.pin_and_write,
+        g.prefill_is_to_be_written,
         why="rendezvous, registration first: the WRITE starts"),
+    row("prefill_finished", "held registered", "lent", lends.pin_and_lend, g.prefill_is_to_be_read,
+        why="rendezvous, registration first: the consumer is told that it can read"),
     row("prefill_finished", "held registered", "failed", p.pin_and_refuse, g.prefill_does_not_fit,
         why="the registration asks for blocks that the prefill does not have"),
     row("prefill_finished", "streaming recalled", "transferring", p.pin_amid_write, g.prefill_fits,
@@ -83,7 +87,7 @@ ROWS = (
     # -- another prefill with the same transfer id -----------------------------------------------
     row("rival_started", "allocated registered", "failed", p.fail_ambiguous,
         why="two prefills with one transfer id: neither is given away"),
-    row("rival_started", "prefilled", "failed", p.release_ambiguous,
+    row("rival_started", "prefilled lent", "failed", p.release_ambiguous,
         why="two prefills with one transfer id: neither is given away"),
     row("rival_started", "streaming transferring", "draining", p.stop_ambiguous,
         why="two prefills with one transfer id: the consumer may be the other one's"),
@@ -99,7 +103,7 @@ ROWS = (
         why="one of the prefills that were refused: an ambiguous id stays so until forgotten"),
     row("rival_finished", "allocated registered", "failed", p.refuse_both,
         why="two prefills with one transfer id: neither is given away"),
-    row("rival_finished", "prefilled", "failed", p.release_both,
+    row("rival_finished", "prefilled lent", "failed", p.release_both,
         why="two prefills with one transfer id: neither is given away"),
     row("rival_finished", "streaming transferring", "draining", p.stop_both,
         why="two prefills with one transfer id: the consumer may be the other one's"),
@@ -126,8 +130,10 @@ ROWS = (
         why="the consumer registers while the prompt is computed: what is complete goes at once"),
     row("registered", "preempted", "held", p.hold,
         why="the consumer registers while there are no blocks to read from"),
-    row("registered", "prefilled", "transferring", p.accept_and_write, g.registration_fits,
+    row("registered", "prefilled", "transferring", p.accept_and_write, g.is_to_be_written,
         why="rendezvous, prefill first: the WRITE starts"),
+    row("registered", "prefilled", "lent", lends.note_and_lend, g.is_to_be_read,
+        why="rendezvous, prefill first: the consumer is told that it can read"),
     row("registered", "prefilled", "failed", p.refuse_mismatch, g.registration_does_not_fit,
         why="the registration asks for blocks that the prefill does not have"),
     row("registered", "failed", "=", p.refuse_failed,
@@ -135,6 +141,8 @@ ROWS = (
     row("registered_again", "held registered recalled", "=", p.answer_waiting,
         why="a duplicate, or the answer was lost"),
     row("registered_again", "streaming transferring", "=", p.answer_transferring,
+        why="a duplicate, or the answer was lost"),
+    row("registered_again", "lent", "=", lends.answer_readable,
         why="a duplicate, or the answer was lost"),
     row("registered_again", "draining", "=", p.answer_stopping,
         why="a duplicate; that nothing can land is said when it is true"),
@@ -148,10 +156,19 @@ ROWS = (
         why="the consumer preempted or retried the request: the newer attempt counts"),
     row("registered_anew", _OPEN, "draining", p.stop_superseded,
         why="the attempt being written was given up; its blocks may not be written any more"),
+    row("registered_anew", "lent", "transferring", p.accept_and_write, g.is_to_be_written,
+        why="the consumer has given up reading, and wants to be written to"),
+    row("registered_anew", "lent", "=", lends.note_and_lend, g.is_to_be_read,
+        why="the consumer has given up one attempt to read, and begins another"),
+    row("registered_anew", "lent", "failed", p.refuse_mismatch, g.registration_does_not_fit,
+        why="the registration asks for blocks that the prefill does not have"),
     row("registered_anew", "draining", "=", p.refuse_superseded,
         why="the older attempt's write has not ended, and the blocks go back when it has"),
-    row("registered_anew", "kept", "transferring", p.accept_and_write, g.wants_what_is_kept,
+    row("registered_anew", "kept", "transferring", p.accept_and_write,
+        g.wants_to_be_written_what_is_kept,
         why="the consumer was preempted after its KV had landed: it is written once more"),
+    row("registered_anew", "kept", "lent", lends.note_and_lend, g.wants_to_read_what_is_kept,
+        why="the consumer was preempted after its KV had landed: it reads it once more"),
     row("registered_anew", "kept", "=", p.refuse_what_is_not_kept, g.wants_something_else,
         why="of a load that does not know this prefill; what is kept waits for the one that does"),
     row("registered_anew", "sent", "=", p.refuse_forgotten,
@@ -170,6 +187,8 @@ ROWS = (
         why="two consumers with one transfer id: neither gets the KV"),
     row("registered_rival", _OPEN, "draining", p.stop_for_rival,
         why="two consumers with one transfer id: the write may be for the wrong one"),
+    row("registered_rival", "lent", "failed", lends.release_for_rival,
+        why="two consumers with one transfer id: neither gets the KV"),
     row("registered_rival", "draining", "=", p.refuse_ambiguous,
         why="two consumers with one transfer id: neither gets the KV"),
     row("registered_rival", "kept", "held", p.let_go_and_hold_anew,
@@ -181,7 +200,7 @@ ROWS = (
     # -- cancels and renewals --------------------------------------------------------------------
     row("cancel_asked", "unknown allocated held registered preempted", "failed", p.cancel,
         why="the consumer gives up; nothing was written yet"),
-    row("cancel_asked", "prefilled", "failed", p.cancel_and_release,
+    row("cancel_asked", "prefilled lent", "failed", p.cancel_and_release,
         why="nobody will fetch the KV: the blocks go back at once, not with the lease"),
     row("cancel_asked", _OPEN, "draining", p.stop_cancelled,
         why="the consumer gives up; it is told when the last handle has ended"),
@@ -197,7 +216,7 @@ ROWS = (
         why="of an older attempt, or another consumer's, nothing can land"),
     row("release_asked", "unknown allocated held registered preempted", "failed", e.fail_released,
         why="a router says that nobody will fetch it; a waiting consumer is told"),
-    row("release_asked", "prefilled", "failed", e.release_asked,
+    row("release_asked", "prefilled lent", "failed", e.release_asked,
         why="a router says that nobody will fetch it: the blocks go back at once"),
     row("release_asked", _OPEN, "draining", e.stop_released,
         why="a router gives it up while it is being written"),
@@ -205,7 +224,7 @@ ROWS = (
         why="a router says that nobody will fetch it, not even once more"),
     row("release_asked", "draining sent failed", "=",
         why="over, or being given up already"),
-    row("renewed", "held registered streaming recalled transferring", "=", p.extend,
+    row("renewed", "held registered streaming recalled transferring lent", "=", p.extend,
         why="the registration is still wanted"),
     row("renewed", "kept", "=", p.answer_kept,
         why="the completion was lost: only a `Done` says whose KV was written"),
@@ -213,6 +232,19 @@ ROWS = (
         why="the completion was lost: only a `Done` says whose KV was written"),
     row("renewed", "draining failed", "=",
         why="the standing is told; there is no lease to extend"),
+    # -- reads by the consumer --------------------------------------------------------------------
+    row("fetched", "lent", "sent", lends.finish_lent, g.is_not_to_be_kept_once_read,
+        why="the consumer has it, and is told that it counts; vLLM gets the blocks back"),
+    row("fetched", "lent", "kept", e.keep, g.is_to_be_kept_once_read,
+        why="the consumer has it, and is told that it counts, and how long the blocks stay"),
+    row("fetched", "kept", "=", p.answer_kept,
+        why="a duplicate, or the answer was lost"),
+    row("fetched", "sent", "=", p.answer_done,
+        why="a duplicate, or the answer was lost"),
+    row("fetched", "failed", "=", p.answer_failed,
+        why="the blocks were let go before the READ had ended: what was read does not count"),
+    row("fetched", "held registered streaming recalled transferring draining", "=",
+        why="the consumer was not told that it can read, so it cannot have read"),
     # -- writes ----------------------------------------------------------------------------------
     row("write_done", "streaming", "streaming", e.write_next, g.has_more_to_write,
         why="vLLM has computed more meanwhile"),
@@ -255,6 +287,8 @@ ROWS = (
         why="the consumer is gone; the KV will not be fetched"),
     row("peer_lost", _OPEN, "draining", e.stop_peer_lost,
         why="the consumer is gone; its write is torn down"),
+    row("peer_lost", "lent", "failed", lends.release_peer_lost,
+        why="the consumer is gone, and its READ with it"),
     row("peer_lost", "kept", "sent", e.let_go,
         why="the consumer is gone; it will not be preempted any more"),
     row("peer_lost", "draining", "=",
@@ -271,6 +305,8 @@ ROWS = (
         why="vLLM has no blocks for prompts that consumers wait for; this one has been sent"),
     row("expired", _OPEN, "draining", e.stop_expired,
         why="the consumer does not renew: its blocks may be another request's soon"),
+    row("expired", "lent", "failed", e.release_expired,
+        why="the consumer does not renew; should it still read, that will not count"),
     row("expired", "draining", "=", e.tear_down,
         why="a write that does not end is torn down with its peer"),
     row("expired", "kept", "sent", e.let_go,
@@ -283,8 +319,8 @@ ROWS = (
         why="the engine shuts down"),
     row("closing", "streaming recalled", "draining", e.stop_closing,
         why="the engine shuts down, and the prompt will not be computed to its end"),
-    row("closing", "transferring draining", "=", e.bound_by_drain,
-        why="what is being written may finish, for a bounded time"),
+    row("closing", "transferring lent draining", "=", e.bound_by_drain,
+        why="what is being moved may finish, for a bounded time"),
     row("closing", "kept", "sent", e.let_go,
         why="the engine shuts down"),
     row("closing", "sent failed", "=",
@@ -292,7 +328,7 @@ ROWS = (
 )  # fmt: skip
 
 _NO_REGISTRATION = "unknown allocated preempted prefilled"
-_HAS_REGISTRATION = "held registered streaming recalled transferring draining kept sent"
+_HAS_REGISTRATION = "held registered streaming recalled transferring lent draining kept sent"
 
 IMPOSSIBLE = (
     never(
@@ -304,24 +340,24 @@ IMPOSSIBLE = (
             "there is no registration to compare with")
     | never(_HAS_REGISTRATION, "registered",
             "there is a registration, so the new one is named by comparison")
-    | never(_NO_REGISTRATION, "renewed peer_lost",
-            "only a registration is renewed, or lost with its consumer")
+    | never(_NO_REGISTRATION, "renewed fetched peer_lost",
+            "only of a registration can this be said")
     | never("sent failed", "peer_lost", "nothing depends on the consumer any more")
     | never("unknown", "rival_started rival_finished rival_ended rival_advanced expired closing",
             "a record is created by what it is about; nothing else can concern it")
     | never(f"{_BEFORE_THE_END} kept sent failed", "registered_beyond",
             "something is known of the id, so the limit does not concern it")
-    | never("unknown allocated held registered streaming recalled preempted transferring draining "
-            "sent failed", "contended", "only a prefill that is idle gives way")
+    | never("unknown allocated held registered streaming recalled preempted transferring lent "
+            "draining sent failed", "contended", "only a prefill that is idle gives way")
     | never("held recalled preempted",
             "rival_started rival_finished rival_ended rival_advanced",
             "there is no prefill on record to be rivalled")
-    | never("prefilled transferring kept",
+    | never("prefilled transferring lent kept",
             "prefill_started prefill_advanced prefill_finished",
             "vLLM finishes a request once, and starts none that has finished")
-    | never("prefilled transferring kept", "prefill_aborted prefill_preempted",
+    | never("prefilled transferring lent kept", "prefill_aborted prefill_preempted",
             "a finished request is neither aborted nor preempted")
-    | never("unknown allocated held registered preempted prefilled kept sent failed",
+    | never("unknown allocated held registered preempted prefilled lent kept sent failed",
             "write_done write_failed write_stopped",
             "nothing was posted, or it was answered already")
 )  # fmt: skip

@@ -20,6 +20,7 @@ class Reason(enum.StrEnum):
     MISMATCH = "mismatch"
     PARAMETERS = "parameters"
     PEER_LOST = "peer_lost"
+    READ_FAILED = "read_failed"
     RELEASED = "released"
     SHUTDOWN = "shutdown"
     STALE = "stale"
@@ -41,6 +42,7 @@ REASONS: dict[Reason, str] = {
     Reason.MISMATCH: "the registration asks for blocks that this prefill does not have",
     Reason.PARAMETERS: "kv_transfer_params lack a key or have a bad one; the log names it",
     Reason.PEER_LOST: "the peer stopped answering",
+    Reason.READ_FAILED: "the transfer library reported an error for a READ",
     Reason.RELEASED: "nothing had to be moved; the producer was told so",
     Reason.SHUTDOWN: "the engine is shutting down",
     Reason.STALE: "the registration is older than one that was already settled",
@@ -56,6 +58,7 @@ class Standing(enum.StrEnum):
 
     WAITING = "waiting"
     TRANSFERRING = "transferring"
+    READABLE = "readable"
     STOPPING = "stopping"
     DONE = "done"
     FAILED = "failed"

@@ -231,9 +231,9 @@ def _moved(table: Table, record: Any, trigger: str, source: str, at: float) -> M
     }
     if isinstance(record, PeerRecord):
         return Moved(key=record.key, attempt=0, request_id=None, **common)
+    common |= {"bytes": record.bytes, "runs": record.runs} if over else {}
     if isinstance(record, ProducerRecord):
         known = record.registration
-        common |= {"bytes": record.bytes, "runs": record.runs} if over else {}
         common["peer"] = known.peer if known else ""
         key = record.part
     else:

@@ -39,7 +39,8 @@ class Timings:
     renew_misses_max   a rank silent for so many intervals, while something is awaited, is lost.
     probe_silent_s     a consumer with live transfers that was silent for so long is sent something,
                        now and each time that it passes again: that shows a process that is gone.
-    retries_max        a load whose WRITE failed is registered again so often (0 to 15).
+    retries_max        a load whose WRITE failed is registered again, or reads again if it reads, so
+                       often (0 to 15).
     retry_hold_s       after a failed WRITE the blocks are kept so long for another attempt.
     keep_sent_s        after a complete WRITE the blocks are kept so long, counted from the first,
                        for a consumer that may be preempted and asks for it (`after_preemption`); 0
@@ -53,7 +54,7 @@ class Timings:
     backoff_first_s, backoff_max_s
                        wait before a failed meeting is tried again; doubles from first to max.
     drain_s            at shutdown, writes under way may go on so long.
-    write_drain_s      a write that must stop and does not is torn down after this.
+    write_drain_s      a write or read that must stop and does not is torn down after this.
     tombstone_s        ended transfers are remembered so long, to answer late messages.
     peer_idle_s        a consumer that asked for nothing is forgotten after this.
     """

@@ -95,10 +95,11 @@ class EngineProgress:
     is_ready: bool
 
 
-def kvflow_connector(role: str, *, by_name: bool = False) -> dict[str, Json]:
+def kvflow_connector(role: str, *, by_name: bool = False, **settings: Json) -> dict[str, Json]:
     """The `--kv-transfer-config` that loads kvflow, by module path or by its registered name.
 
-    By name needs an installed distribution (its entry point registers the connector).
+    By name needs an installed distribution (its entry point registers the connector). `settings`
+    become `kv_connector_extra_config`.
     """
     config: dict[str, Json] = {
         "kv_connector": "KVFlowConnector",
@@ -107,6 +108,8 @@ def kvflow_connector(role: str, *, by_name: bool = False) -> dict[str, Json]:
     }
     if not by_name:
         config["kv_connector_module_path"] = "kvflow.connector"
+    if settings:
+        config["kv_connector_extra_config"] = settings
     return config
 
 

@@ -26,7 +26,7 @@ Column: TypeAlias = tuple[Machine, str]
 
 _STATE_ORDER = (
     *("held", "allocated", "registering", "registered", "prefilled", "transferring"),
-    *("preempted", "draining", "fencing"),
+    *("expecting", "reading", "lent", "preempted", "draining", "stopping", "fencing"),
 )
 _TABLE_WIDTH = 160
 _CURL_PROMPT = "A request that goes through two engines has two legs, and its KV cache a journey."
@@ -184,7 +184,7 @@ def _journey_problem(journey: Journey | None) -> str | None:
     if journey.reached("consumer", "received"):
         return None
     why = "; ".join(journey.failures()) or f"last seen {journey.last_state('consumer') or 'never'}"
-    return f"its KV was not received by push: {why}"
+    return f"its KV was not received: {why}"
 
 
 def _state_columns(verdicts: Sequence[Verdict]) -> list[Column]:

@@ -55,6 +55,8 @@ class DemoOptions:
     """Prompts per dispatch order."""
     by_name: bool = False
     """Load the connector by its registered name, not by its module path."""
+    mode: str = "push"
+    """The consumer's setting of that name."""
     model_directory: Path | None = None
     """Where the tiny model is kept; None: the user's cache."""
 
@@ -112,7 +114,9 @@ def _pair(options: DemoOptions, directory: Path, model: Path) -> EnginePair:
             name=name,
             model=model,
             log_path=directory / f"{name}.log",
-            kv_transfer_config=kvflow_connector(f"kv_{name}", by_name=options.by_name),
+            kv_transfer_config=kvflow_connector(
+                f"kv_{name}", by_name=options.by_name, mode=options.mode
+            ),
             extra_env={"KVFLOW_TRACE": str(directory / f"{name}-%p{TRACE_SUFFIX}")},
         )
         for name in ("producer", "consumer")

@@ -70,7 +70,7 @@ class Journey:
         ]
 
     def kv_bytes(self) -> int | None:
-        """What the producer's ranks wrote; what the consumer's received, if they do not say."""
+        """What the producer's ranks wrote; what the consumer's read, if those wrote nothing."""
         return self._over_ranks(lambda t: t.moved_bytes)
 
     def kv_runs(self) -> int | None:
@@ -78,14 +78,14 @@ class Journey:
         return self._over_ranks(lambda t: t.moved_runs)
 
     def _over_ranks(self, of: Callable[[Transition], int | None]) -> int | None:
-        """The sum over the ranks of each one's highest count, from the first side that has any."""
+        """The sum over the ranks of each one's highest count, of the first side that moved any."""
         for machine in ("producer", "consumer"):
             by_rank: dict[str, int] = {}
             for t in self.transitions:
                 count = of(t)
                 if t.machine == machine and count is not None:
                     by_rank[t.rank] = max(by_rank.get(t.rank, 0), count)
-            if by_rank:
+            if any(by_rank.values()):
                 return sum(by_rank.values())
         return None
 

@@ -93,6 +93,19 @@ class Identity:
 
         return mine.index(rank), len(mine), pair(self.regions, regions, owed_heads)
 
+    def read_pairing(self, hello: m.Hello) -> Pairing:
+        """How this worker reads from a producer's: what that one would write to it.
+
+        Raises as `check`.
+        """
+        regions = self.check(hello)
+        ours, theirs, rank = self.facts.side, facts_of(hello).side, rank_of(hello)
+
+        def owed_heads(heads_total: int) -> range:
+            return owed(theirs, rank, ours, self.rank, heads_total)
+
+        return pair(regions, self.regions, owed_heads)
+
     @property
     def _heads_totals(self) -> set[int]:
         return {region.heads_total for region in self.regions}

@@ -1,9 +1,10 @@
 """The driver: gives an `Engine` its events and does what its effects say.
 
 Rules: called from the loop thread only; decides nothing that a table could decide; asks
-`Engine.may_write` before every slice; answers `Meet` and `PostWrite` exactly once.
+`Engine.may_write` before every slice of a write; answers `Meet`, `PostWrite` and `PostRead` exactly
+once.
 
-The idea: one turn is `take` (commands of vLLM) or `look` (news of the port, writes, deadlines).
+The idea: one turn is `take` (commands of vLLM) or `look` (news of the port, posts, deadlines).
 Notices that a turn produces are collected per peer and leave in one frame each.
 
 Known limit: an unexpected exception inside a turn loses that turn's effects. It is logged with its
@@ -15,8 +16,6 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-import numpy as np
-
 from kvflow.core import Engine, Reason
 from kvflow.core import events as ev
 from kvflow.core.effects import (
@@ -25,10 +24,12 @@ from kvflow.core.effects import (
     Ignored,
     Meet,
     Moved,
+    PostRead,
     PostWrite,
     ReportReceived,
     ReportSent,
     SendNotice,
+    StopRead,
     StopWrite,
 )
 from kvflow.core.notices import FROM_CONSUMER, Notice
@@ -43,13 +44,13 @@ from kvflow.ids import Address, AgentName, Incarnation, Rank, RequestId
 from kvflow.io.coordinates import Identity, rank_of
 from kvflow.io.port import Port
 from kvflow.io.seal import Seal
-from kvflow.io.writes import Write
-from kvflow.layout import GroupBlocks, Pairing, slices
+from kvflow.io.writes import Transfer, blocks_of
+from kvflow.layout import Pairing, slices
 from kvflow.settings import Settings
 from kvflow.wire import codec
 from kvflow.wire import messages as m
 
-_PINNED = frozenset({"prefilled", "transferring", "draining", "kept"})
+_PINNED = frozenset({"prefilled", "transferring", "lent", "draining", "kept"})
 """States of a producer's record in which vLLM waits for `ReportSent`."""
 
 
@@ -83,8 +84,9 @@ class Driver:
     """One worker's engine at work.
 
     Invariant: `_remotes` has exactly the agents that the port can reach; of those that introduced
-    themselves, and that can be written to, `_pairings` knows how. `_answered` says when an agent
-    last answered us as a producer, hence knew us as a consumer.
+    themselves, and that can be written to, `_pairings` knows how. `_met` has the coordinates of
+    those that were met as producers, `_read_pairings` how to read from those that were read from.
+    `_answered` says when an agent last answered us as a producer, hence knew us as a consumer.
     """
 
     def __init__(
@@ -111,9 +113,11 @@ class Driver:
         self._hello = identity.hello(port.name, port.metadata())
         self._remotes: set[AgentName] = set()
         self._pairings: dict[AgentName, Pairing] = {}
+        self._met: dict[AgentName, m.Hello] = {}
+        self._read_pairings: dict[AgentName, Pairing] = {}
         self._answered: dict[AgentName, float] = {}
         self._outgoing: dict[AgentName, list[Notice]] = {}
-        self._writes: list[Write] = []
+        self._transfers: list[Transfer] = []
 
     @property
     def hello(self) -> m.Hello:
@@ -122,10 +126,10 @@ class Driver:
 
     @property
     def can_post(self) -> bool:
-        """Whether a write has a slice that may be posted now."""
+        """Whether a write or read has a slice that may be posted now."""
         in_flight_max = self._settings.posts_in_flight_max
         return any(
-            write.can_post(in_flight_max) and self._may_write(write) for write in self._writes
+            each.can_post(in_flight_max) and self._may_post(each) for each in self._transfers
         )
 
     def reads(self, requests: Iterable[RequestId]) -> bool:
@@ -140,10 +144,10 @@ class Driver:
         self._flush()
 
     def look(self) -> None:
-        """Whatever is new: notices, ended handles, deadlines; and one slice of every write."""
+        """Whatever is new: notices, ended handles, deadlines; and one slice of every transfer."""
         for sender, payload in self._receive():
             self._arrived(sender, payload)
-        self._advance_writes()
+        self._advance()
         now = self._clock()
         due = self.engine.next_deadline()
         if due is not None and due <= now:
@@ -245,6 +249,7 @@ class Driver:
             for rank, hello in self.identity.writers(reply.ranks).items():
                 agents[rank] = AgentName(hello.agent)
                 self._add(agents[rank], hello.metadata)
+                self._met[agents[rank]] = hello
         except KVFlowError as error:
             self._observer.refused("peer", f"{address}: {error}")
             final = isinstance(error, IncompatiblePeersError)
@@ -274,12 +279,10 @@ class Driver:
                 self._observer.moved(effect)
             case SendNotice():
                 self._outgoing.setdefault(effect.agent, []).append(effect.notice)
-            case PostWrite():
+            case PostWrite() | PostRead():
                 self._post(effect)
-            case StopWrite():
-                for write in self._writes:
-                    if write.order.part == effect.part:
-                        write.stopped = True
+            case StopWrite() | StopRead():
+                self._stop(effect)
             case ReportSent():
                 self._results.sent(effect.request_id)
             case ReportReceived():
@@ -294,48 +297,64 @@ class Driver:
     def _drop(self, agent: AgentName) -> None:
         self._outgoing.pop(agent, None)
         self._answered.pop(agent, None)
-        self._pairings.pop(agent, None)
+        for known in (self._pairings, self._read_pairings, self._met):
+            known.pop(agent, None)
         if agent not in self._remotes:
             return
         self._remotes.discard(agent)
-        for write in self._writes:
-            if write.agent == agent:
-                write.failure = write.failure or "the peer was torn down"
+        for each in self._transfers:
+            if each.agent == agent:
+                each.failure = each.failure or "the peer was torn down"
         self._port.remove_peer(agent)
 
-    def _post(self, order: PostWrite) -> None:
-        """Plan a write; its first slice leaves with the next `_advance_writes`."""
-        write = Write(order=order, rest=iter(()))
+    def _post(self, order: PostWrite | PostRead) -> None:
+        """Plan a write or read; its first slice leaves with the next `_advance`."""
+        transfer = Transfer(order=order, rest=iter(()))
         try:
-            planned = self._pairings[order.agent].plan(_blocks(order))
+            planned = self._pairing(order).plan(blocks_of(order))
         except Exception as error:
-            self._observer.failed(f"plan of {order.part}", error)
-            write.failure = f"no plan: {error!r}"
-            write.final = True
+            self._observer.failed(f"plan of {transfer.name}", error)
+            transfer.failure = f"no plan: {error!r}"
+            transfer.final = True
         else:
             settings = self._settings
-            write.rest = (
+            transfer.rest = (
                 piece
                 for runs in planned
                 for piece in slices(runs, settings.post_bytes_max, settings.post_runs_max)
             )
-        self._writes.append(write)
+        self._transfers.append(transfer)
 
-    def _advance_writes(self) -> None:
-        for write in list(self._writes):
-            may_post = functools.partial(self._may_write, write)
+    def _pairing(self, order: PostWrite | PostRead) -> Pairing:
+        """How to write to a consumer's worker, or read from a producer's."""
+        agent = order.agent
+        if isinstance(order, PostWrite):
+            return self._pairings[agent]
+        if agent not in self._read_pairings:
+            self._read_pairings[agent] = self.identity.read_pairing(self._met[agent])
+        return self._read_pairings[agent]
+
+    def _stop(self, effect: StopWrite | StopRead) -> None:
+        for each in self._transfers:
+            each.stopped = each.stopped or each.is_of(effect)
+
+    def _advance(self) -> None:
+        for transfer in list(self._transfers):
+            may_post = functools.partial(self._may_post, transfer)
             try:
-                answer = write.advance(self._port, may_post, self._settings.posts_in_flight_max)
+                answer = transfer.advance(self._port, may_post, self._settings.posts_in_flight_max)
             except Exception as error:
-                self._observer.failed(f"write of {write.order.part}", error)
-                write.failure = write.failure or repr(error)
+                self._observer.failed(f"transfer of {transfer.name}", error)
+                transfer.failure = transfer.failure or repr(error)
                 continue
             if answer is not None:
-                self._writes.remove(write)
+                self._transfers.remove(transfer)
                 self._turn(answer)
 
-    def _may_write(self, write: Write) -> bool:
-        order = write.order
+    def _may_post(self, transfer: Transfer) -> bool:
+        order = transfer.order
+        if isinstance(order, PostRead):
+            return True
         return self.engine.may_write(order.part, order.attempt, self._clock())
 
     def _flush(self) -> None:
@@ -372,18 +391,3 @@ class Driver:
     def _knows_us(self, agent: AgentName) -> bool:
         known_s = 2 * self._settings.timings.renew_interval_s
         return self._clock() - self._answered.get(agent, -math.inf) < known_s
-
-
-def _blocks(order: PostWrite) -> list[GroupBlocks]:
-    return [
-        GroupBlocks(
-            source=np.asarray(source, dtype=np.int64),
-            destination=np.asarray(destination, dtype=np.int64),
-            start=start,
-            tokens=order.tokens,
-            moved=order.moved,
-        )
-        for source, destination, start in zip(
-            order.source, order.destination, order.starts, strict=True
-        )
-    ]

@@ -64,7 +64,7 @@ class MemoryRange:
 
 @dataclass(slots=True, kw_only=True)
 class _Post:
-    """A write that was posted and not released. `transfer` is `None` once NIXL let go of it."""
+    """What was posted and not released. `transfer` is `None` once NIXL let go of it."""
 
     peer: AgentName
     transfer: Any
@@ -166,14 +166,14 @@ class NixlPort:
             for payload in payloads
         ]
 
-    def post(self, name: AgentName, runs: Runs) -> int:
-        """Start one WRITE to a peer; returns a handle for `poll` and `release`.
+    def post(self, name: AgentName, runs: Runs, *, reads: bool = False) -> int:
+        """Start one WRITE to a peer or READ from it; returns a handle for `poll` and `release`.
 
         Raises `ValueError` for no runs at all. After `TransportError` some of the bytes may have
-        been written.
+        been moved.
         """
         if not len(runs):
-            raise ValueError("a write needs at least one run")
+            raise ValueError("a post needs at least one run")
         agent = self._agent_for(name)
         transfer = None
         try:
@@ -184,12 +184,16 @@ class NixlPort:
                 _rows(runs.destination, runs.length, runs.destination_device),
                 runs.destination_memory,
             )
-            transfer = agent.initialize_xfer("WRITE", source, destination, name)
+            what, ours, theirs = (
+                ("READ", destination, source) if reads else ("WRITE", source, destination)
+            )
+            transfer = agent.initialize_xfer(what, ours, theirs, name)
             said = self._start(transfer)
         except self._errors as error:
             if transfer is not None:
                 transfer.release()
-            raise _transport_error(f"writing to {name}", error) from error
+            doing = "reading from" if reads else "writing to"
+            raise _transport_error(f"{doing} {name}", error) from error
         self._posted_count += 1
         post = _Post(peer=name, transfer=transfer, state=PostState.PENDING)
         self._posts[self._posted_count] = post
@@ -198,7 +202,7 @@ class NixlPort:
         return self._posted_count
 
     def poll(self, handle: int) -> PostState:
-        """Where the WRITE stands. A failed one can touch no memory any more."""
+        """Where the post stands. A failed one can touch no memory any more."""
         post = self._posts[handle]
         if post.state is PostState.PENDING:
             try:
@@ -209,9 +213,9 @@ class NixlPort:
         return post.state
 
     def release(self, handle: int) -> None:
-        """Give a finished handle back. Raises `TransportError` if the write is still pending."""
+        """Give a finished handle back. Raises `TransportError` if it is still pending."""
         if self._posts[handle].state is PostState.PENDING:
-            raise TransportError(f"write {handle} is still pending")
+            raise TransportError(f"post {handle} is still pending")
         del self._posts[handle]
 
     def close(self) -> None:

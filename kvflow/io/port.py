@@ -14,7 +14,7 @@ from kvflow.layout import Region, Runs
 
 
 class PostState(enum.Enum):
-    """Where a posted WRITE stands."""
+    """Where a posted WRITE or READ stands."""
 
     PENDING = "pending"
     DONE = "done"
@@ -49,11 +49,15 @@ class Port(Protocol):
     def receive(self) -> list[tuple[AgentName, bytes]]:
         """Notifications that have arrived, with their sender, oldest first per sender."""
 
-    def post(self, name: AgentName, runs: Runs) -> int:
-        """Start one WRITE to a peer; returns a handle for `poll` and `release`."""
+    def post(self, name: AgentName, runs: Runs, *, reads: bool = False) -> int:
+        """Start one WRITE to a peer or READ from it; returns a handle for `poll` and `release`.
+
+        The sources of a WRITE are ours and its destinations the peer's; of a READ, the other way
+        round.
+        """
 
     def poll(self, handle: int) -> PostState:
-        """Where the WRITE stands. A failed one can touch no memory any more."""
+        """Where the post stands. A failed one can touch no memory any more."""
 
     def release(self, handle: int) -> None:
         """Give a finished handle back."""

@@ -1,23 +1,34 @@
-"""One WRITE in slices: posted while allowed, polled until every handle has ended.
+"""One WRITE or READ in slices: posted while allowed, polled until every handle has ended.
 
-Rule: whoever started a write gets exactly one answer, and gets it only when no handle of the write
-is outstanding any more, so "ended" always means that nothing can land.
+Rule: whoever started one gets exactly one answer, and gets it only when no handle of it is
+outstanding any more, so "ended" always means that nothing can land.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvflow.core.effects import PostWrite
-from kvflow.core.events import WriteDone, WriteFailed, WriteStopped
+import numpy as np
+
+from kvflow.core.effects import PostRead, PostWrite, StopRead, StopWrite
+from kvflow.core.events import (
+    ReadDone,
+    ReadFailed,
+    ReadStopped,
+    WriteDone,
+    WriteFailed,
+    WriteStopped,
+)
 from kvflow.errors import TransportError
 from kvflow.ids import AgentName
 from kvflow.io.port import Port, PostState
-from kvflow.layout import Runs
+from kvflow.layout import GroupBlocks, Runs
+
+Ended = WriteDone | WriteFailed | WriteStopped | ReadDone | ReadFailed | ReadStopped
 
 
 @dataclass(slots=True, kw_only=True)
-class Write:
-    """The progress of one `PostWrite`.
+class Transfer:
+    """The progress of one `PostWrite` or `PostRead`.
 
     rest     slices that have not been posted; None when all have.
     handles  posted and not ended.
@@ -26,7 +37,7 @@ class Write:
     final    another attempt would fail in the same way.
     """
 
-    order: PostWrite
+    order: PostWrite | PostRead
     rest: Iterator[Runs] | None
     handles: list[int] = field(default_factory=list)
     stopped: bool = False
@@ -39,9 +50,22 @@ class Write:
     def agent(self) -> AgentName:
         return self.order.agent
 
-    def advance(
-        self, port: Port, may_post: Callable[[], bool], in_flight_max: int
-    ) -> WriteDone | WriteFailed | WriteStopped | None:
+    @property
+    def name(self) -> str:
+        """How logs name it."""
+        order = self.order
+        return order.part if isinstance(order, PostWrite) else order.request_id
+
+    def is_of(self, stop: StopWrite | StopRead) -> bool:
+        """Whether this is what is to be stopped."""
+        order = self.order
+        if isinstance(stop, StopWrite):
+            return isinstance(order, PostWrite) and order.part == stop.part
+        if isinstance(order, PostWrite):
+            return False
+        return (order.request_id, order.rank) == (stop.request_id, stop.rank)
+
+    def advance(self, port: Port, may_post: Callable[[], bool], in_flight_max: int) -> Ended | None:
         """Poll what is in flight, post at most one slice, and answer when nothing is left."""
         self._poll(port)
         if self.can_post(in_flight_max) and may_post():
@@ -77,7 +101,8 @@ class Write:
             self.rest = None
             return
         try:
-            self.handles.append(port.post(self.agent, runs))
+            reads = isinstance(self.order, PostRead)
+            self.handles.append(port.post(self.agent, runs, reads=reads))
         except TransportError as error:
             self.failure = str(error)
             return
@@ -85,17 +110,44 @@ class Write:
         self.runs += len(runs)
         self._poll(port)
 
-    def _answer(self) -> WriteDone | WriteFailed | WriteStopped | None:
-        part, attempt = self.order.part, self.order.attempt
+    def _answer(self) -> Ended | None:
+        order = self.order
         if self.failure:
-            return WriteFailed(
-                part=part,
-                attempt=attempt,
-                detail=self.failure,
-                final=self.final,
-            )
+            return _failed(order, self.failure, self.final)
         if self.rest is None:
-            return WriteDone(part=part, attempt=attempt, bytes=self.bytes, runs=self.runs)
-        if self.stopped:
-            return WriteStopped(part=part, attempt=attempt)
-        return None
+            return _done(order, self.bytes, self.runs)
+        return _stopped(order) if self.stopped else None
+
+
+def _done(order: PostWrite | PostRead, bytes_: int, runs: int) -> Ended:
+    if isinstance(order, PostRead):
+        return ReadDone(request_id=order.request_id, rank=order.rank, bytes=bytes_, runs=runs)
+    return WriteDone(part=order.part, attempt=order.attempt, bytes=bytes_, runs=runs)
+
+
+def _failed(order: PostWrite | PostRead, detail: str, final: bool) -> Ended:
+    if isinstance(order, PostRead):
+        return ReadFailed(request_id=order.request_id, rank=order.rank, detail=detail, final=final)
+    return WriteFailed(part=order.part, attempt=order.attempt, detail=detail, final=final)
+
+
+def _stopped(order: PostWrite | PostRead) -> Ended:
+    if isinstance(order, PostRead):
+        return ReadStopped(request_id=order.request_id, rank=order.rank)
+    return WriteStopped(part=order.part, attempt=order.attempt)
+
+
+def blocks_of(order: PostWrite | PostRead) -> list[GroupBlocks]:
+    """What is planned for, per cache group."""
+    return [
+        GroupBlocks(
+            source=np.asarray(source, dtype=np.int64),
+            destination=np.asarray(destination, dtype=np.int64),
+            start=start,
+            tokens=order.tokens,
+            moved=order.moved if isinstance(order, PostWrite) else 0,
+        )
+        for source, destination, start in zip(
+            order.source, order.destination, order.starts, strict=True
+        )
+    ]

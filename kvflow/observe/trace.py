@@ -16,7 +16,7 @@ reason   why a transfer ended without its KV (optional)
 detail   what the far side or a library said (optional)
 peer     the other side (optional)
 bytes, runs
-         what was written (optional)
+         what was written by this producer, or read by this consumer (optional)
 ms       milliseconds spent in each state, when the transfer is over (optional)
 """
 

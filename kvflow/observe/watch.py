@@ -74,7 +74,7 @@ class Watch:
             "peer": moved.peer,
         }
         if moved.reason is None:
-            if moved.machine == "producer":
+            if moved.machine == "producer" or moved.bytes:
                 fields |= {"bytes": moved.bytes, "runs": moved.runs}
             self._log.info(f"{moved.machine} {moved.dest}", **fields, **spent)
             return

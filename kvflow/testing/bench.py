@@ -15,7 +15,10 @@ from kvflow.core.notices import (
     Cancel,
     Done,
     Failed,
+    Fetched,
     Notice,
+    Offer,
+    Readable,
     Register,
     Renew,
 )
@@ -153,6 +156,7 @@ def register(
     tokens: int = TOKENS,
     prefill: str = "",
     keep: bool = False,
+    reads: bool = False,
 ) -> Register:
     return Register(
         transfer_id=of,
@@ -164,6 +168,7 @@ def register(
         write_until_s=write_until_s,
         keep=keep,
         prefill=prefill,
+        reads=reads,
     )
 
 
@@ -184,6 +189,8 @@ def allocated(
     address: Address = ADDRESS,
     keep: bool = False,
     again: bool = False,
+    reads: bool = False,
+    offer: Offer | None = None,
 ) -> ev.BlocksAllocated:
     return ev.BlocksAllocated(
         transfer_id=of,
@@ -196,6 +203,8 @@ def allocated(
         tokens=TOKENS,
         keep=keep,
         again=again,
+        reads=reads,
+        offer=offer,
     )
 
 
@@ -233,6 +242,30 @@ def accepted(
 
 def done(attempt: int = 5, prefill: str = "r", kept_s: float = 0.0) -> Done:
     return Done(transfer_id=T, attempt=attempt, prefill=prefill, kept_s=kept_s)
+
+
+def offer(prefill: str = "r", blocks: Blocks = ((1, 2, 3),)) -> Offer:
+    return Offer(blocks=blocks, tokens=TOKENS, prefill=prefill)
+
+
+def readable(attempt: int = 5, prefill: str = "r", blocks: Blocks = ((1, 2, 3),)) -> Readable:
+    return Readable(transfer_id=T, attempt=attempt, blocks=blocks, tokens=TOKENS, prefill=prefill)
+
+
+def fetched(attempt: int = 5, of: TransferId = T) -> Fetched:
+    return Fetched(transfer_id=of, attempt=attempt)
+
+
+def read(rank: Rank = RANKS[0]) -> ev.ReadDone:
+    return ev.ReadDone(request_id=RequestId("c"), rank=rank, bytes=3, runs=1)
+
+
+def read_failed(rank: Rank = RANKS[0], final: bool = False) -> ev.ReadFailed:
+    return ev.ReadFailed(request_id=RequestId("c"), rank=rank, detail="EIO", final=final)
+
+
+def read_stopped(rank: Rank = RANKS[0]) -> ev.ReadStopped:
+    return ev.ReadStopped(request_id=RequestId("c"), rank=rank)
 
 
 def failed(attempt: int = 5, reason: Reason = Reason.CANCELLED) -> Failed:

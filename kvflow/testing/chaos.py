@@ -187,14 +187,23 @@ class Chaos(Machines):
     # -- consumers -------------------------------------------------------------------------------
 
     def allocate(
-        self, who: int, where: int, pick: int, old: bool, skip: int, surplus: int, named: bool
+        self,
+        who: int,
+        where: int,
+        pick: int,
+        old: bool,
+        skip: int,
+        surplus: int,
+        named: bool,
+        reads: bool = False,
     ) -> None:
         consumer, producer = self._consumer(who), self._producer(where)
         if consumer.alive:
             transfer_id = self._id(pick, old, self._on_offer())
             if surplus:
                 self.world.strike(Fault.MISMATCH, transfer_id)
-            self._load(consumer, producer, transfer_id, skip=skip, surplus=surplus, named=named)
+            how = {"skip": skip, "surplus": surplus, "named": named, "reads": reads}
+            self._load(consumer, producer, transfer_id, **how)
 
     def allocate_by_old_name(self, where: int, pick: int) -> None:
         """The router names the engine id of an earlier start, or one that never was."""
@@ -212,7 +221,13 @@ class Chaos(Machines):
             consumer.refuse(transfer_id)
 
     def dispatch_both_legs(
-        self, where: int, old: bool, first: bool, then_s: float, steps: int = 0
+        self,
+        where: int,
+        old: bool,
+        first: bool,
+        then_s: float,
+        steps: int = 0,
+        reads: bool = False,
     ) -> None:
         """What a router does: both legs at once, or the consumer's after the prefill.
 
@@ -221,7 +236,7 @@ class Chaos(Machines):
         consumer, producer = self.consumers[0], self._producer(where)
         transfer_id = self._id(0, old, [])
         if consumer.alive and first:
-            self._load(consumer, producer, transfer_id)
+            self._load(consumer, producer, transfer_id, reads=reads)
         if producer.alive:
             prefill = self._begin(producer, transfer_id)
             self.world.advance(then_s)
@@ -232,7 +247,7 @@ class Chaos(Machines):
             if prefill and prefill.state == "running" and producer.alive:
                 producer.finish(prefill)
         if consumer.alive and not first:
-            self._load(consumer, producer, transfer_id)
+            self._load(consumer, producer, transfer_id, reads=reads)
         self.world.advance(then_s)
 
     def abort_load(self, pick: int) -> None:
@@ -255,7 +270,7 @@ class Chaos(Machines):
                 self.world.say(f"{load.request_id} has been decoded without a load")
                 consumer.finish(load)
 
-    def preempt_load(self, pick: int, skip: int, reused: bool) -> None:
+    def preempt_load(self, pick: int, skip: int, reused: bool, reads: bool = False) -> None:
         """The same parameters, hence the same producer.
 
         skip    blocks that are still cached.
@@ -271,9 +286,10 @@ class Chaos(Machines):
                     load.producer.finish(prefill)
             consumer.preempt(load)
             if load.state == "preempted" and load.producer:
-                self._load(consumer, load.producer, load.transfer_id, skip=skip, again=load)
+                how = {"skip": skip, "again": load, "reads": reads}
+                self._load(consumer, load.producer, load.transfer_id, **how)
 
-    def load_again(self, where: int, pick: int, same: bool) -> None:
+    def load_again(self, where: int, pick: int, same: bool, reads: bool = False) -> None:
         """After a preemption or a failure: the same request, a new attempt, new blocks."""
         found = self.loads("received", "failed", "over")
         if not found:
@@ -284,7 +300,7 @@ class Chaos(Machines):
         if not load.aborted:
             transfer_id = load.transfer_id if same else self._id(pick, False, self._on_offer())
             self.world.strike(Fault.LOAD_AGAIN, load.request_id)
-            self._load(consumer, self._producer(where), transfer_id, again=load)
+            self._load(consumer, self._producer(where), transfer_id, again=load, reads=reads)
 
     def release(self, where: int, pick: int, old: bool, again: bool) -> None:
         """All is cached, for a new request or for one that loaded before."""

@@ -1,8 +1,9 @@
 """A modelled worker: an engine, and what its driver does with effects, on virtual time.
 
-It keeps the real driver's obligations: `Meet` and `PostWrite` are answered exactly once; a slice is
-posted only after `may_write`; a write that may not go on waits until it may or is told to stop;
-dropping a peer settles what is written to it; coordinates travel until something was heard.
+It keeps the real driver's obligations: `Meet`, `PostWrite` and `PostRead` are answered exactly
+once; a slice of a write is posted only after `may_write`; a write that may not go on waits until it
+may or is told to stop; dropping a peer settles what is moved to or from it; coordinates travel
+until something was heard.
 """
 
 from collections import deque
@@ -13,7 +14,16 @@ from kvflow.core import Engine, Timings
 from kvflow.core import effects as ef
 from kvflow.core import events as ev
 from kvflow.core.ledger import Block
-from kvflow.ids import AgentName, Incarnation, PartId, Rank, TransferId, transfer_of
+from kvflow.ids import (
+    AgentName,
+    Incarnation,
+    PartId,
+    Rank,
+    RequestId,
+    TransferId,
+    part_id,
+    transfer_of,
+)
 from kvflow.testing.network import Frame, Hello
 from kvflow.testing.sizes import BLOCK_TOKENS, complete_blocks
 
@@ -45,7 +55,10 @@ class Tag:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Slice:
-    """One posted piece of a write: it reads and writes at any time until it has ended."""
+    """One posted piece of a write or read: it may touch both sides at any time until it has ended.
+
+    reads  it was posted by the receiver.
+    """
 
     part: PartId
     attempt: int
@@ -53,13 +66,14 @@ class Slice:
     receiver: AgentName
     source: tuple[Block, ...]
     destination: tuple[Block, ...]
+    reads: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Write:
-    """One `PostWrite` being worked off."""
+class Move:
+    """One `PostWrite` or `PostRead` being worked off."""
 
-    effect: ef.PostWrite
+    effect: ef.PostWrite | ef.PostRead
     source: tuple[Block, ...]
     destination: tuple[Block, ...]
     posted: int = 0
@@ -68,6 +82,16 @@ class Write:
     failed: str = ""
     answered: bool = False
     waits: bool = False
+
+
+MoveKey = PartId | tuple[RequestId, Rank]
+"""The part that is written, or the request and the rank from which it reads."""
+
+
+def key_of(effect: ef.PostWrite | ef.StopWrite | ef.PostRead | ef.StopRead) -> MoveKey:
+    if isinstance(effect, ef.PostWrite | ef.StopWrite):
+        return effect.part
+    return effect.request_id, effect.rank
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -98,7 +122,7 @@ class Node:
     memory: dict[tuple[Block, Rank], Tag] = field(default_factory=dict)
     reachable: set[AgentName] = field(default_factory=set)
     heard: set[AgentName] = field(default_factory=set)
-    writes: dict[PartId, Write] = field(default_factory=dict)
+    moves: dict[MoveKey, Move] = field(default_factory=dict)
     changed: bool = False
     skew_s: float = 0.0
     rate: float = 1.0
@@ -184,9 +208,9 @@ class Node:
                     self._drop(effect.agent)
                 case ef.SendNotice():
                     self._send(effect)
-                case ef.PostWrite():
+                case ef.PostWrite() | ef.PostRead():
                     self._post(effect)
-                case ef.StopWrite():
+                case ef.StopWrite() | ef.StopRead():
                     self._stop(effect)
                 case ef.ReportSent():
                     self.world.report_sent(self, effect.request_id)
@@ -194,8 +218,8 @@ class Node:
                     self.world.report_received(self, effect)
                 case ef.Moved() | ef.Ignored():
                     self.world.note(self, effect)
-        for write in list(self.writes.values()):
-            self._go_on(write)
+        for move in list(self.moves.values()):
+            self._go_on(move)
 
     def _send(self, effect: ef.SendNotice) -> None:
         if effect.agent not in self.reachable:
@@ -211,106 +235,148 @@ class Node:
     def _drop(self, agent: AgentName) -> None:
         self.reachable.discard(agent)
         self.heard.discard(agent)
-        for write in self.writes.values():
-            if write.effect.agent == agent:
-                write.failed = write.failed or "its peer was dropped"
+        for move in self.moves.values():
+            if move.effect.agent == agent:
+                move.failed = move.failed or "its peer was dropped"
 
-    # -- writes ----------------------------------------------------------------------------------
+    # -- writes and reads --------------------------------------------------------------------------
 
-    def _post(self, effect: ef.PostWrite) -> None:
-        assert effect.part not in self.writes, "one write per transfer at a time"
-        transfer_id = transfer_of(effect.part)
-        moved = complete_blocks(transfer_id, effect.moved)
+    def _post(self, effect: ef.PostWrite | ef.PostRead) -> None:
+        key = key_of(effect)
+        assert key not in self.moves, "one write of a part, one read from a rank at a time"
+        transfer_id = self._transfer_of(effect)
+        moved = effect.moved if isinstance(effect, ef.PostWrite) else 0
+        begins = complete_blocks(transfer_id, moved)
         stops = complete_blocks(transfer_id, effect.tokens)
         source: list[Block] = []
         destination: list[Block] = []
         for group, start in enumerate(effect.starts):
             skipped = start // BLOCK_TOKENS
-            for nth in range(max(skipped, moved[group]), stops[group]):
+            for nth in range(max(skipped, begins[group]), stops[group]):
                 source.append((group, effect.source[group][nth]))
                 destination.append((group, effect.destination[group][nth - skipped]))
-        self.writes[effect.part] = Write(
-            effect=effect, source=tuple(source), destination=tuple(destination)
-        )
+        self.moves[key] = Move(effect=effect, source=tuple(source), destination=tuple(destination))
 
-    def _stop(self, effect: ef.StopWrite) -> None:
-        write = self.writes[effect.part]
-        assert write.effect.attempt == effect.attempt
-        write.stop = True
+    def _transfer_of(self, effect: ef.PostWrite | ef.PostRead) -> TransferId:
+        if isinstance(effect, ef.PostWrite):
+            return transfer_of(effect.part)
+        return self.engine.records.consumers[effect.request_id].transfer_id
 
-    def _go_on(self, write: Write) -> None:
+    def _stop(self, effect: ef.StopWrite | ef.StopRead) -> None:
+        move = self.moves[key_of(effect)]
+        if isinstance(effect, ef.StopWrite):
+            assert isinstance(move.effect, ef.PostWrite)
+            assert move.effect.attempt == effect.attempt
+        move.stop = True
+
+    def _go_on(self, move: Move) -> None:
         """Post what may be posted; answer when nothing is under way and nothing is to come."""
-        if write.answered or self.paused or not self.alive:
+        if move.answered or self.paused or not self.alive:
             return
-        if not (write.stop or write.failed):
-            self._post_slices(write)
-        over = write.stop or write.failed or write.posted == len(write.source)
-        if over and not write.under_way:
-            write.answered = True
-            answer = self._answer(write)
-            self.world.soon(lambda: self._close(write, answer))
+        if not (move.stop or move.failed):
+            self._post_slices(move)
+        over = move.stop or move.failed or move.posted == len(move.source)
+        if over and not move.under_way:
+            move.answered = True
+            answer = self._answer(move)
+            self.world.soon(lambda: self._close(move, answer))
 
-    def _post_slices(self, write: Write) -> None:
-        effect = write.effect
-        while write.under_way < SLICES_AT_ONCE and write.posted < len(write.source):
-            if not self.engine.may_write(effect.part, effect.attempt, self.clock):
-                self._wait(write)
+    def _post_slices(self, move: Move) -> None:
+        while move.under_way < SLICES_AT_ONCE and move.posted < len(move.source):
+            if not self._may_post(move.effect):
+                self._wait(move)
                 return
             if self.world.refuses_post(self):
-                write.failed = "the transfer library refused the post"
+                move.failed = "the transfer library refused the post"
                 return
-            stop = write.posted + SLICE_BLOCKS
-            each = Slice(
+            stop = move.posted + SLICE_BLOCKS
+            each = self._slice(
+                move.effect, move.source[move.posted : stop], move.destination[move.posted : stop]
+            )
+            move.posted = min(stop, len(move.source))
+            move.under_way += 1
+            self.world.post(
+                self,
+                each,
+                lambda detail: self._slice_ended(move, detail),
+                lambda detail: self._slice_troubled(move, detail),
+            )
+
+    def _may_post(self, effect: ef.PostWrite | ef.PostRead) -> bool:
+        if isinstance(effect, ef.PostRead):
+            return True
+        return self.engine.may_write(effect.part, effect.attempt, self.clock)
+
+    def _slice(
+        self,
+        effect: ef.PostWrite | ef.PostRead,
+        source: tuple[Block, ...],
+        destination: tuple[Block, ...],
+    ) -> Slice:
+        if isinstance(effect, ef.PostWrite):
+            return Slice(
                 part=effect.part,
                 attempt=effect.attempt,
                 sender=self.agent,
                 receiver=effect.agent,
-                source=write.source[write.posted : stop],
-                destination=write.destination[write.posted : stop],
+                source=source,
+                destination=destination,
             )
-            write.posted = min(stop, len(write.source))
-            write.under_way += 1
-            self.world.post(
-                self,
-                each,
-                lambda detail: self._slice_ended(write, detail),
-                lambda detail: self._slice_troubled(write, detail),
-            )
+        load = self.engine.records.consumers[effect.request_id]
+        return Slice(
+            part=part_id(load.transfer_id, 0),
+            attempt=load.attempt,
+            sender=effect.agent,
+            receiver=self.agent,
+            source=source,
+            destination=destination,
+            reads=True,
+        )
 
-    def _wait(self, write: Write) -> None:
-        if write.waits:
+    def _wait(self, move: Move) -> None:
+        if move.waits:
             return
-        write.waits = True
+        move.waits = True
 
         def ask_again() -> None:
-            write.waits = False
-            self._go_on(write)
+            move.waits = False
+            self._go_on(move)
 
         self.world.later(RETRY_S, ask_again)
 
-    def _slice_troubled(self, write: Write, detail: str) -> None:
+    def _slice_troubled(self, move: Move, detail: str) -> None:
         """Nobody knows whether the slice has ended, so it has not; nothing more is posted."""
-        write.failed = write.failed or detail
+        move.failed = move.failed or detail
 
-    def _slice_ended(self, write: Write, detail: str) -> None:
-        write.under_way -= 1
-        write.failed = write.failed or detail
-        self._go_on(write)
+    def _slice_ended(self, move: Move, detail: str) -> None:
+        move.under_way -= 1
+        move.failed = move.failed or detail
+        self._go_on(move)
 
-    def _answer(self, write: Write) -> ev.Event:
-        of, attempt = write.effect.part, write.effect.attempt
-        if write.failed and not write.stop:
-            return ev.WriteFailed(part=of, attempt=attempt, detail=write.failed)
-        if write.stop and (write.posted < len(write.source) or write.failed):
-            return ev.WriteStopped(part=of, attempt=attempt)
-        runs = len(write.source)
-        return ev.WriteDone(part=of, attempt=attempt, bytes=runs, runs=runs)
+    def _answer(self, move: Move) -> ev.Event:
+        runs = len(move.source)
+        failed = bool(move.failed) and not move.stop
+        stopped = move.stop and (move.posted < runs or bool(move.failed))
+        effect = move.effect
+        if isinstance(effect, ef.PostRead):
+            request_id, rank = effect.request_id, effect.rank
+            if failed:
+                return ev.ReadFailed(request_id=request_id, rank=rank, detail=move.failed)
+            if stopped:
+                return ev.ReadStopped(request_id=request_id, rank=rank)
+            return ev.ReadDone(request_id=request_id, rank=rank, bytes=runs, runs=runs)
+        part, attempt = effect.part, effect.attempt
+        if failed:
+            return ev.WriteFailed(part=part, attempt=attempt, detail=move.failed)
+        if stopped:
+            return ev.WriteStopped(part=part, attempt=attempt)
+        return ev.WriteDone(part=part, attempt=attempt, bytes=runs, runs=runs)
 
-    def _close(self, write: Write, answer: ev.Event) -> None:
-        """The answer reaches the engine, and from then on another write may be asked for."""
+    def _close(self, move: Move, answer: ev.Event) -> None:
+        """The answer reaches the engine, and from then on another move may be asked for."""
         if self.paused:
-            self.world.later(self.paused_until - self.world.now, lambda: self._close(write, answer))
+            self.world.later(self.paused_until - self.world.now, lambda: self._close(move, answer))
             return
         if self.alive:
-            del self.writes[write.effect.part]
+            del self.moves[key_of(move.effect)]
             self.take(answer)

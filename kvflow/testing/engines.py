@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 from kvflow.core import effects as ef
 from kvflow.core import events as ev
 from kvflow.core.ledger import Block
-from kvflow.core.notices import Blocks
+from kvflow.core.notices import Blocks, Offer
+from kvflow.core.producer import prefill_name
 from kvflow.ids import ATTEMPT_STRIDE, Address, AgentName, Rank, RequestId, TransferId
 from kvflow.testing import invariants
 from kvflow.testing.driver import Node, Tag
+from kvflow.testing.faults import Fault
 from kvflow.testing.prompts import Load, Pool, Prefill
 from kvflow.testing.sizes import BLOCK_TOKENS, blocks_of, complete_blocks, tokens_of
 
@@ -37,6 +39,7 @@ class Producer:
         self._prompt_tokens_max = prompt_tokens_max
         self._starts = 0
         self.alive = False
+        self.answers: dict[TransferId, Offer] = {}  # routers remember them beyond a restart
         self.start()
 
     def start(self) -> None:
@@ -123,6 +126,11 @@ class Producer:
         self._compute(prefill, tokens_of(prefill.transfer_id))
         prefill.state = "finished"
         prefill.held_by = {node.agent for node in self.nodes}
+        self.answers[prefill.transfer_id] = Offer(
+            blocks=prefill.blocks,
+            tokens=tokens_of(prefill.transfer_id),
+            prefill=prefill_name(prefill.request_id),
+        )
         self._tell(
             ev.PrefillFinished(
                 transfer_id=prefill.transfer_id,
@@ -158,6 +166,14 @@ class Producer:
         if stalled != self.stalled:
             self.stalled = stalled
             self._tell(ev.PrefillsStalled() if stalled else ev.PrefillsResumed())
+
+    def offer_of(self, transfer_id: TransferId) -> Offer | None:
+        """What the answer to the latest prefill leg of this id said, however long ago."""
+        offer = self.answers.get(transfer_id)
+        finished = [each.request_id for each in self.prefills.values() if each.held_by]
+        if offer and offer.prefill not in map(prefill_name, finished):
+            self.world.strike(Fault.OFFER_STALE, f"{transfer_id} at {self.name}")
+        return offer
 
     def report_sent(self, node: Node, request_id: RequestId) -> None:
         """One worker lets go of its part: its memory is scribbled over at once."""
@@ -252,6 +268,7 @@ class Consumer:
         named: bool = False,
         engine_id: str | None = None,
         again: Load | None = None,
+        reads: bool = False,
     ) -> Load | None:
         """Reserve blocks and wait for KV; `again` is a request that was preempted or has ended.
 
@@ -259,6 +276,7 @@ class Consumer:
         surplus    blocks too many, which no prefill can have.
         named      whether the router says which engine id it means.
         engine_id  the engine id that it says, if it is not the one that is up.
+        reads      pull: from what the router has heard of the prefill, if anything.
         """
         wanted = blocks_of(transfer_id)
         skips = tuple(min(skip, count) for count in wanted)
@@ -295,6 +313,8 @@ class Consumer:
                 tokens=tokens_of(transfer_id) + BLOCK_TOKENS * surplus,
                 keep=self.registers,
                 again=preempted,
+                reads=reads,
+                offer=producer.offer_of(transfer_id) if reads and not preempted else None,
             )
         )
         return load

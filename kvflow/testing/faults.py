@@ -57,6 +57,7 @@ class Fault(enum.StrEnum):
     RELEASED_BY_ROUTER = "released by a router, at the producer"
     PROMPT_TOO_LONG = "prompt refused by the producer's API server: too long"
     MISMATCH = "load asks for more blocks than a prefill has"
+    OFFER_STALE = "router tells of a prefill that is gone"
     ENGINE_ID_STALE = "router names the engine id of an earlier start"
 
 

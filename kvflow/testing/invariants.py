@@ -2,10 +2,11 @@
 
 S1  a block is the destination of at most one live load.
 S2  destination blocks are not given back while a slice may still land in them.
-S3  source blocks are not released while a slice reads them.
+S3  source blocks are not released while a slice that their own worker has posted reads them.
 S4  a slice is posted only while `may_write` holds, from a pinned prefill.
 S5  each request is reported at most once per direction, and only while vLLM waits for it.
-S6  a load that is reported received holds exactly the right content, and keeps it.
+S6  a load that is reported received holds exactly the right content, and keeps it. (That a READ
+    counts only if its producer held the blocks until it was over, S8, is part of that here.)
 S7  nothing lands in a block of another transfer than the one that is written.
 L1  once the faults stop, everything ends in bounded time, and every table is empty in the end.
 """
@@ -64,7 +65,7 @@ def nothing_reads_from(world: "World", node: "Node", blocks: Iterable[Block]) ->
     """S3, at the moment when blocks are released."""
     released = set(blocks)
     for each in world.slices:
-        if each.sender == node.agent:
+        if each.sender == node.agent and not each.reads:
             hit = released & set(each.source)
             _check(not hit, "S3", f"{hit} released while {each} reads them")
 
@@ -131,16 +132,20 @@ def content_is_right(node: "Node", load: "Load") -> None:
 
 
 def what_is_kept_is_held(node: "Node", producer: "Producer") -> None:
-    """S3: vLLM holds the blocks of a transfer that is kept, and they have their content."""
+    """S3: vLLM holds the blocks of a transfer that is kept or lent, and they have their content."""
     for record in node.engine.records.producers.values():
-        if record.state != "kept":
+        if record.state not in ("kept", "lent"):
             continue
         prefill = producer.prefills[RequestId(record.request_id or "")]
         held = prefill.state == "finished" and node.agent in prefill.held_by
-        _check(held and prefill.blocks == record.blocks, "S3", f"{prefill} is kept, but not held")
+        _check(
+            held and prefill.blocks == record.blocks,
+            "S3",
+            f"{prefill} is {record.state}, but not held",
+        )
         tags = [node.memory.get((block, node.rank)) for block in flat(record.blocks)]
         right = all(tag is not None and tag.request_id == record.request_id for tag in tags)
-        _check(right, "S3", f"{prefill} is kept, but holds {tags}")
+        _check(right, "S3", f"{prefill} is {record.state}, but holds {tags}")
 
 
 def everything_ended(node: "Node") -> None:
@@ -148,7 +153,7 @@ def everything_ended(node: "Node") -> None:
     engine = node.engine
     _check(engine.live == 0, "L1", f"{node.agent} has {engine.live} live transfers")
     _check(engine.ledger.empty, "L1", f"{node.agent}: the ledger is not empty")
-    _check(not node.writes, "L1", f"{node.agent} has open writes")
+    _check(not node.moves, "L1", f"{node.agent} has open writes or reads")
 
 
 def tables_are_empty(node: "Node") -> None:

@@ -80,12 +80,14 @@ def _old(chaos: Chaos, rng: Random) -> bool:
 def _allocate(chaos: Chaos, rng: Random) -> None:
     surplus = int(rng.random() < 0.1 and "mismatch" not in chaos.off)
     old = _old(chaos, rng)
-    chaos.allocate(_pick(rng), _pick(rng), _pick(rng), old, rng.randrange(3), surplus, _yes(rng))
+    who, where, pick, skip = _pick(rng), _pick(rng), _pick(rng), rng.randrange(3)
+    chaos.allocate(who, where, pick, old, skip, surplus, _yes(rng), _yes(rng))
 
 
 def _dispatch(chaos: Chaos, rng: Random) -> None:
     steps = rng.choice((0, 0, 1, 3))
-    chaos.dispatch_both_legs(_pick(rng), _old(chaos, rng), _yes(rng), rng.choice(MOMENTS_S), steps)
+    where, old, first, then_s = _pick(rng), _old(chaos, rng), _yes(rng), rng.choice(MOMENTS_S)
+    chaos.dispatch_both_legs(where, old, first, then_s, steps, _yes(rng))
 
 
 def _change_faults(chaos: Chaos, rng: Random) -> None:
@@ -131,8 +133,11 @@ OPERATIONS: dict[str, tuple[float, Do]] = {
     "abort_load": (1.5, lambda c, r: c.abort_load(_pick(r))),
     "finish_decode": (3.0, lambda c, r: c.finish_decode(_pick(r))),
     "finish_recomputed": (0.3, lambda c, r: c.finish_recomputed(_pick(r))),
-    "preempt_load": (3.0, lambda c, r: c.preempt_load(_pick(r), r.randrange(3), _old(c, r))),
-    "load_again": (2.0, lambda c, r: c.load_again(_pick(r), _pick(r), _yes(r))),
+    "preempt_load": (
+        3.0,
+        lambda c, r: c.preempt_load(_pick(r), r.randrange(3), _old(c, r), _yes(r)),
+    ),
+    "load_again": (2.0, lambda c, r: c.load_again(_pick(r), _pick(r), _yes(r), _yes(r))),
     "release": (1.0, lambda c, r: c.release(_pick(r), _pick(r), _old(c, r), _yes(r))),
     "release_by_router": (0.7, lambda c, r: c.release_by_router(_pick(r), _pick(r))),
     "change_weather": (1.0, lambda c, r: c.change_weather(*r.choices(CHANCES, k=3))),

@@ -1,12 +1,12 @@
 """An in-memory `kvflow.io.port.Port`: real bytes, real addresses, no transfer library.
 
-Rules: everything stays inside one process; a write copies real memory, and only between ranges that
+Rules: everything stays inside one process; a post copies real memory, and only between ranges that
 both sides have registered, so a wrong address is a `TransportError` here as well, never a crash.
 Thread-safe, so that ports of several loop threads may share one `MemoryNetwork`.
 
-The idea: `Faults` says what goes wrong, and may be changed at any time. The bytes of a write land
-at the very poll that says DONE, which is the latest moment that the port's contract allows: whoever
-tells the consumer too early is seen to.
+The idea: `Faults` says what goes wrong, and may be changed at any time. The bytes of a post land at
+the very poll that says DONE, which is the latest moment that the port's contract allows: whoever
+tells the consumer too early is seen to, and so is whoever lets go too early of what is read.
 
 What it imitates of NIXL: sending to an unknown peer raises; sending to one that is gone raises (or
 is lost, as `MemoryNetwork.dead_are_silent` says); a write to a removed peer stays pending until it
@@ -30,9 +30,9 @@ _MAGIC = b"kvflow-memory-port:"
 class Faults:
     """What goes wrong with one port. Counts go down by one each time that they have struck.
 
-    pending_polls         a write that is posted says PENDING for so many polls first.
+    pending_polls         what is posted says PENDING for so many polls first.
     posts_refused         so many posts raise.
-    writes_failing        so many writes say FAILED when they would say DONE, and copy nothing.
+    writes_failing        so many posts say FAILED when they would say DONE, and copy nothing.
     polls_raising         so many polls raise, and tell nothing.
     sends_refused         so many sends raise.
     sends_lost            so many sends are lost without a word.
@@ -62,10 +62,11 @@ class Faults:
 
 @dataclass(slots=True, kw_only=True)
 class Post:
-    """A write that was posted and not released."""
+    """A write or read that was posted and not released."""
 
     peer: AgentName
     runs: Runs
+    reads: bool
     pending_polls: int
     state: PostState = PostState.PENDING
 
@@ -78,6 +79,7 @@ class Counts:
     receives: int = 0
     posts: int = 0
     bytes_written: int = 0
+    bytes_read: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,7 +129,7 @@ class MemoryPort:
 
     @property
     def pending(self) -> int:
-        """Writes that have not ended."""
+        """Posts that have not ended."""
         return sum(post.state is PostState.PENDING for post in self.posts.values())
 
     def register(self, regions: Sequence[Region]) -> None:
@@ -188,27 +190,29 @@ class MemoryPort:
         with self._network.lock:
             self._arrived.append((sender, payload))
 
-    def post(self, name: AgentName, runs: Runs) -> int:
-        """Start one WRITE to a peer; returns a handle for `poll` and `release`."""
+    def post(self, name: AgentName, runs: Runs, *, reads: bool = False) -> int:
+        """Start one WRITE to a peer or READ from it; returns a handle for `poll` and `release`."""
         if not len(runs):
-            raise ValueError("a write needs at least one run")
+            raise ValueError("a post needs at least one run")
         with self._network.lock:
             self._check_peer(name)
             peer = self._network.ports.get(name)
             if peer is None or self.faults.strikes("posts_refused"):
-                raise TransportError(f"writing to {name}: {'fault' if peer else 'it is gone'}")
+                raise TransportError(f"posting to {name}: {'fault' if peer else 'it is gone'}")
+            source, destination = (peer, self) if reads else (self, peer)
             for start, length in zip(runs.source.tolist(), runs.length.tolist(), strict=True):
-                self._check_range(start, length)
+                source._check_range(start, length)
             for start, length in zip(runs.destination.tolist(), runs.length.tolist(), strict=True):
-                peer._check_range(start, length)
+                destination._check_range(start, length)
             self.counts.posts += 1
             handle = self.counts.posts
-            post = Post(peer=name, runs=runs, pending_polls=self.faults.pending_polls)
+            pending_polls = self.faults.pending_polls
+            post = Post(peer=name, runs=runs, reads=reads, pending_polls=pending_polls)
             self.posts[handle] = post
             return handle
 
     def poll(self, handle: int) -> PostState:
-        """Where the WRITE stands. A failed one can touch no memory any more."""
+        """Where the post stands. A failed one can touch no memory any more."""
         with self._network.lock:
             self._check_open()
             if self.faults.strikes("polls_raising"):
@@ -219,13 +223,13 @@ class MemoryPort:
             return post.state
 
     def release(self, handle: int) -> None:
-        """Give a finished handle back. Raises `TransportError` if the write is still pending."""
+        """Give a finished handle back. Raises `TransportError` if it is still pending."""
         if self.posts[handle].state is PostState.PENDING:
-            raise TransportError(f"write {handle} is still pending")
+            raise TransportError(f"post {handle} is still pending")
         del self.posts[handle]
 
     def close(self) -> None:
-        """Deregister and leave the network. Idempotent. Pending writes are dropped."""
+        """Deregister and leave the network. Idempotent. Pending posts are dropped."""
         with self._network.lock:
             if self._closed:
                 return
@@ -251,7 +255,10 @@ class MemoryPort:
         rows = (runs.source.tolist(), runs.destination.tolist(), runs.length.tolist())
         for source, destination, length in zip(*rows, strict=True):
             ctypes.memmove(destination, source, length)
-        self.counts.bytes_written += runs.bytes
+        if post.reads:
+            self.counts.bytes_read += runs.bytes
+        else:
+            self.counts.bytes_written += runs.bytes
         return PostState.DONE
 
     def _check_open(self) -> None:

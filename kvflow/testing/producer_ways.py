@@ -154,6 +154,27 @@ def p_kept(bench: Bench) -> None:
     bench.take(b.written())
 
 
+def p_lent(bench: Bench) -> None:
+    p_prefilled(bench)
+    bench.hear(C1, b.register(reads=True))
+
+
+def p_lent_to_keep(bench: Bench) -> None:
+    bench.engine.timings = replace(bench.engine.timings, keep_sent_s=KEEP_S)
+    p_prefilled(bench)
+    bench.hear(C1, b.register(reads=True, keep=True))
+
+
+def p_held_by_a_reader(bench: Bench) -> None:
+    p_unknown(bench)
+    bench.hear(C1, b.register(reads=True))
+
+
+def p_registered_by_a_reader(bench: Bench) -> None:
+    p_held_by_a_reader(bench)
+    bench.take(b.started())
+
+
 def p_draining(bench: Bench) -> None:
     p_transferring(bench)
     bench.hear(C1, b.cancel())
@@ -224,8 +245,8 @@ def p_floor(bench: Bench) -> None:
 PRODUCER_WAYS: dict[str, list[Script]] = {
     "unknown": [p_unknown, p_floor],
     "allocated": [p_allocated, p_allocated_in_part, p_reused],
-    "held": [p_held],
-    "registered": [p_registered, p_streamed],
+    "held": [p_held, p_held_by_a_reader],
+    "registered": [p_registered, p_registered_by_a_reader, p_streamed],
     "streaming": [
         p_streaming,
         p_streaming_with_more,
@@ -243,6 +264,7 @@ PRODUCER_WAYS: dict[str, list[Script]] = {
         p_transferring_the_rest,
         p_transferring_recalled,
     ],
+    "lent": [p_lent, p_lent_to_keep],
     "draining": [p_draining, p_draining_stretch],
     "kept": [p_kept],
     "sent": [p_sent, p_sent_early],
@@ -279,9 +301,19 @@ PRODUCER_EVENTS: dict[str, list[Script]] = {
     "rival_started": [takes(b.started("rival"))],
     "rival_finished": [takes(b.finished("rival"))],
     "rival_ended": [takes(b.aborted("rival")), takes(b.preempted("rival"))],
-    "registered": [hears(C1, b.register(6)), hears(C1, b.register(6, tokens=b.TOKENS + 1))],
+    "registered": [
+        hears(C1, b.register(6)),
+        hears(C1, b.register(6, reads=True)),
+        hears(C1, b.register(6, tokens=b.TOKENS + 1)),
+    ],
     "registered_again": [hears(C1, b.register())],
-    "registered_anew": [hears(C1, b.register(6)), hears(C1, b.register(6, prefill=NAME))],
+    "registered_anew": [
+        hears(C1, b.register(6)),
+        hears(C1, b.register(6, reads=True)),
+        hears(C1, b.register(6, tokens=b.TOKENS + 1)),
+        hears(C1, b.register(6, prefill=NAME)),
+        hears(C1, b.register(6, prefill=NAME, reads=True)),
+    ],
     "registered_late": [hears(C1, b.register(6, prefill="another"))],
     "registered_stale": [hears(C1, b.register(4)), hears(C1, b.register(0))],
     "registered_rival": [hears(C2, b.register())],
@@ -289,6 +321,7 @@ PRODUCER_EVENTS: dict[str, list[Script]] = {
     "cancel_stale": [hears(C1, b.cancel(4))],
     "release_asked": [takes(ev.ReleaseAsked(transfer_id=T))],
     "registered_beyond": [register_beyond],
+    "fetched": [hears(C1, b.fetched())],
     "renewed": [hears(C1, b.renew())],
     "write_done": [takes(b.written())],
     "write_failed": [takes(write_failed(5)), takes(write_failed(6))],

@@ -10,10 +10,10 @@ one rank of one engine in one file: a restarted engine writes a file of its own.
 
 Across files, if both sides' lines are there:
 
-- a consumer's `received` needs a complete WRITE (to `sent` or `kept`) of the same id and attempt
-  (or of an earlier attempt of the same load: a retry concerns one rank only) from every rank of
-  that producer engine, in the traces, that ever had a registration of this consumer worker;
-- a rank has one complete WRITE per id, attempt and consumer.
+- a consumer's `received` needs a complete WRITE or READ (to `sent` or `kept`) of the same id and
+  attempt (or of an earlier attempt of the same load: a retry concerns one rank only) from every
+  rank of that producer engine, in the traces, that ever had a registration of this consumer worker;
+- a rank has one complete WRITE or READ per id, attempt and consumer.
 
 Known limits: the trace has no line for a row that stays in its state, and guards cannot be checked;
 two lines of different engines are never compared by time, since their clocks differ.
@@ -289,7 +289,7 @@ def _match(lines: list[Line], report: Report) -> None:
         by = (line.engine, line.peer)
         ranks.setdefault(by, set()).add(line.rank)
         asked.setdefault((line.id, line.load), set()).add(by)
-        if line.trigger == "write_done" and line.dest in ("kept", "sent"):
+        if line.trigger in ("write_done", "fetched") and line.dest in ("kept", "sent"):
             key = (by, line.rank, line.id, line.attempt)
             if key in sent:
                 said = f"sent twice: attempt {line.attempt} was sent at {sent[key].place} already"

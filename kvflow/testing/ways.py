@@ -9,7 +9,7 @@ from kvflow.core import Reason, Standing
 from kvflow.core import events as ev
 from kvflow.ids import Address, AgentName, Incarnation, TransferId
 from kvflow.testing import bench as b
-from kvflow.testing.bench import ADDRESS, C1, P0, P1, Bench
+from kvflow.testing.bench import ADDRESS, C1, P0, P1, RANKS, Bench
 from kvflow.testing.producer_ways import (
     KEEP_S,
     PRODUCER_EVENTS,
@@ -39,6 +39,14 @@ def c_rival_new(bench: Bench) -> None:
 
 def c_allocated(bench: Bench) -> None:
     bench.take(b.allocated())
+
+
+def c_allocated_to_read(bench: Bench) -> None:
+    bench.take(b.allocated(reads=True))
+
+
+def c_allocated_to_read_at_once(bench: Bench) -> None:
+    bench.take(b.allocated(reads=True, offer=b.offer()))
 
 
 def c_again(bench: Bench) -> None:
@@ -86,6 +94,78 @@ def c_transferring(bench: Bench) -> None:
 def c_transferring_one_done(bench: Bench) -> None:
     c_transferring(bench)
     bench.hear(P0, b.done())
+
+
+def c_expecting(bench: Bench) -> None:
+    bench.take(b.allocated(reads=True))
+    bench.meet()
+
+
+def c_reading(bench: Bench) -> None:
+    """The router has told of the prefill; both ranks are read from, neither has spoken."""
+    bench.take(b.allocated(reads=True, offer=b.offer()))
+    bench.meet()
+
+
+def c_reading_what_was_said(bench: Bench) -> None:
+    c_reading(bench)
+    bench.hear(P0, b.readable())
+    bench.hear(P1, b.readable())
+
+
+def c_reading_one_rank(bench: Bench) -> None:
+    c_expecting(bench)
+    bench.hear(P0, b.readable())
+
+
+def c_reading_but_all_has_ended(bench: Bench) -> None:
+    c_expecting(bench)
+    bench.hear(P0, b.readable())
+    bench.take(b.read())
+
+
+def c_reading_one_done(bench: Bench) -> None:
+    c_reading_but_all_has_ended(bench)
+    bench.hear(P0, b.done())
+
+
+def c_reading_one_done_one_read(bench: Bench) -> None:
+    c_reading_one_done(bench)
+    bench.hear(P1, b.readable())
+    bench.take(b.read(RANKS[1]))
+
+
+def c_reading_a_mixture(bench: Bench) -> None:
+    c_reading_one_done(bench)
+    bench.hear(P1, b.readable(prefill="another"))
+    bench.take(b.read(RANKS[1]))
+
+
+def c_reading_one_done_one_open(bench: Bench) -> None:
+    c_reading_one_done(bench)
+    bench.hear(P1, b.readable())
+
+
+def c_reading_another(bench: Bench) -> None:
+    """What rank 0 holds is not what is being read from it."""
+    c_reading(bench)
+    bench.hear(P0, b.readable(prefill="another", blocks=((7, 8, 9),)))
+
+
+def c_reading_after_a_failure(bench: Bench) -> None:
+    c_reading(bench)
+    bench.take(b.read_failed(RANKS[1]))
+    bench.hear(P1, b.readable())
+
+
+def c_stopping(bench: Bench) -> None:
+    c_reading_one_rank(bench)
+    bench.take(b.load_aborted())
+
+
+def c_stopping_two(bench: Bench) -> None:
+    c_reading(bench)
+    bench.take(b.load_aborted())
 
 
 def c_draining(bench: Bench) -> None:
@@ -156,7 +236,7 @@ def c_released(bench: Bench) -> None:
 
 CONSUMER_WAYS: dict[str, list[Script]] = {
     "new": [c_new, c_rival_new],
-    "allocated": [c_allocated, c_again],
+    "allocated": [c_allocated, c_again, c_allocated_to_read, c_allocated_to_read_at_once],
     "registering": [
         c_registering,
         c_registering_one_done,
@@ -165,6 +245,20 @@ CONSUMER_WAYS: dict[str, list[Script]] = {
     ],
     "registered": [c_registered, c_registered_one_rank],
     "transferring": [c_transferring, c_transferring_one_done],
+    "expecting": [c_expecting],
+    "reading": [
+        c_reading,
+        c_reading_what_was_said,
+        c_reading_one_rank,
+        c_reading_but_all_has_ended,
+        c_reading_one_done,
+        c_reading_one_done_one_read,
+        c_reading_one_done_one_open,
+        c_reading_a_mixture,
+        c_reading_another,
+        c_reading_after_a_failure,
+    ],
+    "stopping": [c_stopping, c_stopping_two],
     "draining": [c_draining, c_draining_one_settled, c_draining_other_settled],
     "fencing": [c_fencing],
     "releasing": [
@@ -238,6 +332,14 @@ CONSUMER_EVENTS: dict[str, list[Script]] = {
         hears(P1, b.accepted(Standing.TRANSFERRING)),
         hears(P1, b.alive(Standing.STOPPING)),
     ],
+    "readable": [hears(P0, b.readable()), hears(P1, b.readable())],
+    "read_done": [takes(b.read()), takes(b.read(RANKS[1]))],
+    "read_failed": [
+        takes(b.read_failed()),
+        takes(b.read_failed(final=True)),
+        takes(b.read_failed(RANKS[1])),
+    ],
+    "read_stopped": [takes(b.read_stopped())],
     "done": [hears(P0, b.done()), hears(P1, b.done()), hears(P1, b.done(prefill="another"))],
     "rank_failed": [
         hears(P0, b.failed()),

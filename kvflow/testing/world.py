@@ -192,7 +192,8 @@ class World:
                 invariants.books_agree(node)
         for producer in self.producers.values():
             for node in producer.nodes if producer.alive else ():
-                if node.engine.records.population[PRODUCER, "kept"]:
+                population = node.engine.records.population
+                if population[PRODUCER, "kept"] or population[PRODUCER, "lent"]:
                     invariants.what_is_kept_is_held(node, producer)
 
     # -- what drivers ask for --------------------------------------------------------------------
@@ -286,7 +287,7 @@ class World:
 
     def post(
         self,
-        sender: Node,
+        poster: Node,
         each: Slice,
         ended: Callable[[str], None],
         troubled: Callable[[str], None],
@@ -295,30 +296,34 @@ class World:
 
         `troubled` is called when asking about it fails, while it goes on.
         """
-        invariants.slice_may_be_posted(sender, each)
+        if not each.reads:
+            invariants.slice_may_be_posted(poster, each)
         self.slices[each] = None
         slow = self.rng.random() < self.faults.slow_slices
         fails = self.rng.random() < self.faults.write_fails
         if slow:
-            self.strike(Fault.SLICE_SLOW, f"of {each.part} by {sender.agent}")
+            self.strike(Fault.SLICE_SLOW, f"of {each.part} by {poster.agent}")
         most_s = 0.99 * self.timings.slice_max_s if slow else 0.002
         takes_s = self.rng.uniform(0.001, most_s) if slow or fails else 0.001
         if self._happens(self.faults.poll_fails):
-            self.strike(Fault.POLL_FAILED, f"of {each.part} by {sender.agent}")
+            self.strike(Fault.POLL_FAILED, f"of {each.part} by {poster.agent}")
             self.later(takes_s / 2, lambda: troubled("asking the transfer library failed"))
-        self.later(takes_s, lambda: self._end_slice(sender, each, ended, fails))
+        self.later(takes_s, lambda: self._end_slice(poster, each, ended, fails))
 
     def _end_slice(
-        self, sender: Node, each: Slice, ended: Callable[[str], None], fails: bool
+        self, poster: Node, each: Slice, ended: Callable[[str], None], fails: bool
     ) -> None:
         self.steps += 1
         self.slices.pop(each, None)
-        receiver = self.nodes.get(each.receiver)
-        if receiver is None or not self.network.carries_data(sender.agent, each.receiver):
-            self.strike(Fault.SLICE_TO_DEAD, f"of {each.part} by {sender.agent}")
+        other = self.nodes.get(each.sender if each.reads else each.receiver)
+        sender, receiver = (other, poster) if each.reads else (poster, other)
+        is_gone = each.reads and not poster.alive
+        is_cut = not self.network.carries_data(each.sender, each.receiver)
+        if sender is None or receiver is None or is_gone or is_cut:
+            self.strike(Fault.SLICE_TO_DEAD, f"of {each.part} by {poster.agent}")
             fails = True
         elif fails:
-            self.strike(Fault.SLICE_FAILED, f"of {each.part} by {sender.agent}")
+            self.strike(Fault.SLICE_FAILED, f"of {each.part} by {poster.agent}")
             if self.rng.random() < 0.5:  # it may have landed all the same
                 self._land(sender, receiver, each)
         else:

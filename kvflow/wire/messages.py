@@ -12,7 +12,7 @@ from kvflow.core import notices
 from kvflow.core.reasons import Reason, Standing
 from kvflow.ids import TRANSFER_ID_CHARS_MAX
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 FRAME_BYTES_MAX = 16 * 2**20
 """A registration of 1 M tokens in blocks of 16 is under 400 kB; so is a large region table."""
 NOTICES_PER_FRAME_MAX = 4096
@@ -59,6 +59,7 @@ class Register(_Message, frozen=True, tag="register"):
     write_until_s: Clock | None
     keep: bool = False
     prefill: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)] = ""
+    reads: bool = False
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):
@@ -67,6 +68,21 @@ class Accepted(_Message, frozen=True, tag="accepted"):
     attempt: Attempt
     standing: Standing
     clock_s: Clock
+
+
+class Readable(_Message, frozen=True, tag="readable"):
+    core: ClassVar = notices.Readable
+    transfer_id: TransferIdText
+    attempt: Attempt
+    blocks: Annotated[tuple[BlockIds, ...], msgspec.Meta(max_length=GROUPS_MAX)]
+    tokens: Count
+    prefill: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
+
+
+class Fetched(_Message, frozen=True, tag="fetched"):
+    core: ClassVar = notices.Fetched
+    transfer_id: TransferIdText
+    attempt: Attempt
 
 
 class Done(_Message, frozen=True, tag="done"):
@@ -112,8 +128,10 @@ class Probe(_Message, frozen=True, tag="probe"):
     core: ClassVar = notices.Probe
 
 
-NOTICES = (Register, Accepted, Done, Failed, Cancel, Renew, Alive, Probe)
-AnyNotice = Register | Accepted | Done | Failed | Cancel | Renew | Alive | Probe
+NOTICES = (Register, Accepted, Readable, Fetched, Done, Failed, Cancel, Renew, Alive, Probe)
+AnyNotice = (
+    Register | Accepted | Readable | Fetched | Done | Failed | Cancel | Renew | Alive | Probe
+)
 
 
 class Plane(_Message, frozen=True, kw_only=True, array_like=True):

@@ -69,11 +69,14 @@ class FakeBlocks:
         return (self.ids,)
 
 
-def config(role: str, policy: str) -> Any:
+def config(role: str, policy: str, buffer: str = "cuda") -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
-            is_kv_producer=role != "kv_consumer", kv_load_failure_policy=policy
+            is_kv_producer=role != "kv_consumer",
+            kv_load_failure_policy=policy,
+            kv_buffer_device=buffer,
         ),
+        device_config=SimpleNamespace(device_type="cuda"),
         parallel_config=SimpleNamespace(
             data_parallel_index=0, tensor_parallel_size=1, pipeline_parallel_size=1
         ),
@@ -86,9 +89,10 @@ def make(
     seal: Seal | None = None,
     groups: tuple[Group, ...] = (),
     policy: str = "fail",
+    buffer: str = "cuda",
 ) -> SchedulerHalf:
     return SchedulerHalf(
-        config(role, policy), "engine-here", settings or Settings(), groups or (FULL,), seal
+        config(role, policy, buffer), "engine-here", settings or Settings(), groups or (FULL,), seal
     )
 
 

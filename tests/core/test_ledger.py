@@ -79,3 +79,39 @@ def test_a_write_is_opened_once_and_only_from_a_pinned_prefill_s4() -> None:
 def test_a_write_that_is_not_open_cannot_be_closed_s4() -> None:
     with pytest.raises(LocalProtocolError, match="S4"):
         Ledger().close_write(PART)
+
+
+def test_blocks_are_not_given_back_while_a_read_is_outstanding_s2() -> None:
+    ledger = Ledger()
+    ledger.reserve(R, ((1,),))
+    for rank in (Rank(0, 0), Rank(0, 1)):
+        ledger.open_read(R, rank)
+    ledger.close_read(R, Rank(0, 0))
+    with pytest.raises(LocalProtocolError, match="S2"):
+        ledger.give_back(R, NOBODY)
+    ledger.close_read(R, Rank(0, 1))
+    ledger.give_back(R, NOBODY)
+    assert ledger.empty
+
+
+def test_a_read_needs_reserved_blocks_and_is_the_only_one_from_its_rank_s2() -> None:
+    ledger = Ledger()
+    with pytest.raises(LocalProtocolError, match="S2"):
+        ledger.open_read(R, Rank(0, 0))
+    ledger.reserve(R, ((1,),))
+    ledger.open_read(R, Rank(0, 0))
+    assert not ledger.empty
+    with pytest.raises(LocalProtocolError, match="S2"):
+        ledger.open_read(R, Rank(0, 0))
+    with pytest.raises(LocalProtocolError, match="S2"):
+        ledger.close_read(R, Rank(0, 1))
+
+
+def test_what_is_still_being_read_is_not_asked_about_s8() -> None:
+    ledger = Ledger()
+    ledger.reserve(R, ((1,),))
+    ledger.open_read(R, Rank(0, 0))
+    with pytest.raises(LocalProtocolError, match="S8"):
+        ledger.claim_fetched(R, Rank(0, 0))
+    ledger.close_read(R, Rank(0, 0))
+    ledger.claim_fetched(R, Rank(0, 0))

@@ -5,6 +5,7 @@ That exactly one guard holds is checked at each firing.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -81,17 +82,21 @@ class TwoEnginesAndMore(RuleBasedStateMachine):
         skip=st.integers(0, 2),
         surplus=st.sampled_from([0, 0, 0, 0, 1]),
         named=st.booleans(),
+        reads=st.booleans(),
     )
-    def allocate(
-        self, who: int, where: int, pick: int, old: bool, skip: int, surplus: int, named: bool
-    ) -> None:
-        self.chaos.allocate(who, where, pick, old, skip, surplus, named)
+    def allocate(self, **how: Any) -> None:
+        self.chaos.allocate(**how)
 
-    @rule(where=PICK, old=OLD, first=st.booleans(), then_s=MOMENTS, steps=st.integers(0, 2))
-    def dispatch_both_legs(
-        self, where: int, old: bool, first: bool, then_s: float, steps: int
-    ) -> None:
-        self.chaos.dispatch_both_legs(where, old, first, then_s, steps)
+    @rule(
+        where=PICK,
+        old=OLD,
+        first=st.booleans(),
+        then_s=MOMENTS,
+        steps=st.integers(0, 2),
+        reads=st.booleans(),
+    )
+    def dispatch_both_legs(self, **how: Any) -> None:
+        self.chaos.dispatch_both_legs(**how)
 
     @precondition(lambda self: self.chaos.loads("loading", "received"))
     @rule(pick=PICK)
@@ -104,9 +109,9 @@ class TwoEnginesAndMore(RuleBasedStateMachine):
         self.chaos.finish_decode(pick)
 
     @precondition(lambda self: self.chaos.loads("received"))
-    @rule(pick=PICK, skip=st.integers(0, 2), reused=OLD)
-    def preempt_load(self, pick: int, skip: int, reused: bool) -> None:
-        self.chaos.preempt_load(pick, skip, reused)
+    @rule(pick=PICK, skip=st.integers(0, 2), reused=OLD, reads=st.booleans())
+    def preempt_load(self, pick: int, skip: int, reused: bool, reads: bool) -> None:
+        self.chaos.preempt_load(pick, skip, reused, reads)
 
     @precondition(lambda self: self.chaos.loads("failed"))
     @rule(pick=PICK)
@@ -114,9 +119,9 @@ class TwoEnginesAndMore(RuleBasedStateMachine):
         self.chaos.finish_recomputed(pick)
 
     @precondition(lambda self: self.chaos.loads("received", "failed", "over"))
-    @rule(where=PICK, pick=PICK, same=st.booleans())
-    def load_again(self, where: int, pick: int, same: bool) -> None:
-        self.chaos.load_again(where, pick, same)
+    @rule(where=PICK, pick=PICK, same=st.booleans(), reads=st.booleans())
+    def load_again(self, where: int, pick: int, same: bool, reads: bool) -> None:
+        self.chaos.load_again(where, pick, same, reads)
 
     @rule(where=PICK, pick=PICK, old=OLD, again=st.booleans())
     def release(self, where: int, pick: int, old: bool, again: bool) -> None:

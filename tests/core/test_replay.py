@@ -126,7 +126,7 @@ def test_a_line_that_is_no_row_is_named_with_the_rows_that_there_are(trace: Trac
     said = first(replay([path]))
     assert said.startswith(f"{path}:3: p pp0.tp0 producer t attempt 16: registered")
     assert "no row leads from registered to sent on prefill_finished" in said
-    assert "registered --prefill_finished [prefill_fits]--> transferring" in said
+    assert "registered --prefill_finished [prefill_is_to_be_written]--> transferring" in said
     assert "registered --prefill_finished [prefill_does_not_fit]--> failed" in said
 
 

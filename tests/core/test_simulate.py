@@ -15,6 +15,7 @@ from kvflow.core import (
     Engine,
     classify,
     consumer_actions,
+    consumer_reads,
     consumer_table,
     peer,
     producer_endings,
@@ -127,19 +128,19 @@ def writes_whatever_the_lease(patch: pytest.MonkeyPatch) -> None:
 
 def counts_dones(patch: pytest.MonkeyPatch) -> None:
     """A second DONE of one rank stands in for another rank's."""
-    settle = consumer_actions._settle
+    settle = consumer_actions.settle
 
     def count(record: ConsumerRecord, rank: Rank, outcome: Outcome) -> None:
         if rank in record.outcomes and outcome is Outcome.DONE and record.unsettled:
             rank = min(record.unsettled)
         settle(record, rank, outcome)
 
-    patch.setattr(consumer_actions, "_settle", count)
+    patch.setattr(consumer_actions, "settle", count)
 
 
 def gives_back_while_draining(patch: pytest.MonkeyPatch) -> None:
     """vLLM gets the blocks back when a load is given up, not when nothing can land any more."""
-    give_up, end = consumer_actions._give_up, consumer_actions._end
+    give_up, end = consumer_actions._give_up, consumer_actions.end
 
     def give_up_at_once(record: ConsumerRecord, turn: Turn, reason: Any) -> None:
         give_up(record, turn, reason)
@@ -155,7 +156,7 @@ def gives_back_while_draining(patch: pytest.MonkeyPatch) -> None:
             consumer_actions._bury(record, turn)
 
     patch.setattr(consumer_actions, "_give_up", give_up_at_once)
-    patch.setattr(consumer_actions, "_end", end_once)
+    patch.setattr(consumer_actions, "end", end_once)
 
 
 def replace_action(
@@ -228,6 +229,21 @@ def takes_any_prefill_for_the_one_that_was_lost(patch: pytest.MonkeyPatch) -> No
     patch.setattr(classify, "_has_written", lambda record, peer, prefill: True)
 
 
+def believes_routers(patch: pytest.MonkeyPatch) -> None:
+    """What a router told of counts, whatever prefill the producer has under that id."""
+
+    def take_offer(record: ConsumerRecord, event: Any, turn: Turn) -> None:
+        assert record.reads is not None
+        event = dataclasses.replace(event, offer=record.reads.offer or event.offer)
+        consumer_reads.take_offer(record, event, turn)
+
+    def confirms(record: ConsumerRecord, event: Any) -> bool:
+        return record.reads is not None and event.rank in record.reads.fetched
+
+    patch.setattr(consumer_reads, "confirms", confirms)
+    replace_action(patch, consumer_table, consumer_reads.take_offer, take_offer)
+
+
 MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = [
     (writes_whatever_the_lease, {"S2", "S7"}),
     (counts_dones, {"S2", "S6", "L1"}),
@@ -237,6 +253,7 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = [
     (waits_for_ever_for_a_cancelled_rank, {"L1"}),
     (lets_go_of_what_is_kept, {"S3"}),
     (takes_any_prefill_for_the_one_that_was_lost, {"S6"}),
+    (believes_routers, {"S6"}),
 ]
 
 
@@ -249,7 +266,7 @@ def test_a_broken_rule_is_found_and_its_transcript_is_short(
         violation = simulate(seed, MUTANT_STEPS, swarm=swarm).violation
         if violation is not None:
             assert violation.invariant in broken, violation.said
-            assert len(violation.operations) <= min(violation.found_in, 80)
+            assert len(violation.operations) <= min(violation.found_in, 100)
             again = Run(violation.setting).do_all(violation.operations)
             assert str(again.error) == violation.said
             assert "* " in violation.transcript

@@ -92,6 +92,8 @@ def settle(bench: Bench) -> None:
         bench.take(aborted(request))
     for part, (attempt, _) in list(bench.engine.ledger._writes.items()):
         bench.take(ev.WriteDone(part=part, attempt=attempt, bytes=0, runs=0))
+    for request_id, rank in sorted(bench.engine.ledger._reads):
+        bench.take(ev.ReadDone(request_id=request_id, rank=rank, bytes=0, runs=0))
 
 
 def impossible() -> Iterator[tuple[Table, str, str]]:

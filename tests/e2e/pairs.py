@@ -94,6 +94,8 @@ class Setup:
     consumer: Side = Side()
     computed: int = 0
     """Tokens of a prompt that the consumer computes by itself."""
+    mode: str = "push"
+    """The consumer's setting of that name."""
     modules: tuple[Path, ...] = ()
     """Directories of modules that both engines import."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -112,7 +114,7 @@ class Setup:
             name=name,
             model=tiny_model(family=self.family),
             log_path=directory / f"{name}.log",
-            kv_transfer_config=kvflow_connector(f"kv_{name}"),
+            kv_transfer_config=kvflow_connector(f"kv_{name}", mode=self.mode),
             block_tokens=side.block_tokens,
             extra_env={
                 "KVFLOW_TRACE": str(directory / f"{name}-%p{TRACE_SUFFIX}"),
@@ -216,7 +218,7 @@ def running(setup: Setup, directory: Path) -> Iterator[RunningPair]:
 def check_fresh_prompts(
     pair: RunningPair, lengths: Sequence[int], dispatch: Dispatch, *, together: bool
 ) -> None:
-    """Prompts that neither engine has seen: right tokens, and all KV came by push."""
+    """Prompts that neither engine has seen: right tokens, and all KV came."""
     prompts = fresh_prompts(lengths, f"{pair.setup.name} {dispatch} {together}")
     before = prompt_tokens(pair.consumer_url)
     exchanges = pair.exchanges(prompts, dispatch, together=together)

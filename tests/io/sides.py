@@ -8,6 +8,8 @@ import numpy as np
 from kvflow.core import Reason
 from kvflow.core import events as ev
 from kvflow.core.effects import Moved
+from kvflow.core.notices import Offer
+from kvflow.core.producer import prefill_name
 from kvflow.errors import KVFlowError
 from kvflow.ids import Address, AgentName, Rank, RequestId, TransferId, new_incarnation
 from kvflow.io.coordinates import Identity
@@ -206,9 +208,10 @@ class Side:
 
 
 class Pair:
-    """A producer and a consumer on one clock."""
+    """A producer and a consumer on one clock; the consumer `reads`, or it is written to."""
 
     def __init__(self, producer: Side, consumer: Side, clock: Clock) -> None:
+        self.reads = False
         self.producer = producer
         self.consumer = consumer
         self.clock = clock
@@ -266,8 +269,16 @@ class Pair:
             )
         )
 
-    def load(self, transfer: str, blocks: list[int], attempt: int = 16, skip: int = 0) -> None:
+    def load(
+        self,
+        transfer: str,
+        blocks: list[int],
+        attempt: int = 16,
+        skip: int = 0,
+        offer: Offer | None = None,
+    ) -> None:
         event = allocated(transfer, self.producer.address, blocks, attempt=attempt, skip=skip)
+        event = replace(event, reads=self.reads, offer=offer)
         self.consumer.driver.take(event)
 
     def attempts_written(self) -> list[int]:
@@ -286,7 +297,7 @@ class Pair:
     def is_clean(self) -> bool:
         """Nothing reserved, pinned, posted, or waiting to be sent."""
         return all(
-            side.driver.engine.ledger.empty and not side.driver._writes and not side.port.posts
+            side.driver.engine.ledger.empty and not side.driver._transfers and not side.port.posts
             for side in self.sides
         )
 
@@ -304,6 +315,15 @@ def registration_first(pair: Pair, transfer: str) -> None:
     pair.start_prefill(transfer)
     pair.turn_times(3)
     pair.finish_prefill(transfer, SOURCE)
+
+
+def offer_of(transfer: str, blocks: list[int] = SOURCE) -> Offer:
+    """What a router hears of a finished prefill."""
+    return Offer(
+        blocks=(tuple(blocks),),
+        tokens=len(blocks) * BLOCK_TOKENS,
+        prefill=prefill_name(prefill_of(transfer)),
+    )
 
 
 def prefill_of(transfer: str) -> RequestId:

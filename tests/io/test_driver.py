@@ -130,9 +130,9 @@ def test_s2_nothing_is_posted_before_the_consumer_has_said_until_when(
     posts: list[bool] = []
     post = pair.producer.port.post
 
-    def posted(*args: object) -> int:
+    def posted(*args: object, **how: bool) -> int:
         posts.append(allowed[-1])
-        return post(*args)
+        return post(*args, **how)
 
     monkeypatch.setattr(Engine, "may_write", asked)
     monkeypatch.setattr(pair.producer.port, "post", posted)
@@ -325,7 +325,7 @@ def test_an_effect_that_fails_loses_none_of_the_others(
 
 
 def test_a_bug_in_a_write_fails_that_write(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def post(*_: object) -> int:
+    def post(*_: object, **how: bool) -> int:
         raise OverflowError("a bug")
 
     with monkeypatch.context() as patch:

@@ -7,6 +7,8 @@ import pytest
 
 from kvflow.core import Reason
 from kvflow.core import events as ev
+from kvflow.core.notices import Offer
+from kvflow.core.producer import prefill_name
 from kvflow.ids import Address, Rank, RequestId, TransferId
 from kvflow.io.driver import Driver
 from kvflow.layout import Plane, Region, Side
@@ -102,8 +104,10 @@ class Engines:
         source: int = 16,
         destination: int = 16,
         stages: tuple[int, int] = (1, 1),
+        reads: bool = False,
     ) -> None:
         """Tensor-parallel ranks and block sizes; `stages` of pipelines; the producer's first."""
+        self.reads = reads
         self.clock, network = Clock(), MemoryNetwork()
         self.address = Address("prefill", 5600)
         sides = [
@@ -142,7 +146,7 @@ class Engines:
         for worker in self.producers:
             worker.driver.take(event)
 
-    def load(self, start: int = 0) -> None:
+    def load(self, start: int = 0, offer: Offer | None = None) -> None:
         block = self.consumers[0].block
         event = ev.BlocksAllocated(
             transfer_id=T,
@@ -153,9 +157,18 @@ class Engines:
             blocks=(tuple(self.destination_ids[start // block :]),),
             starts=(start,),
             tokens=TOKENS,
+            reads=self.reads,
+            offer=offer,
         )
         for worker in self.consumers:
             worker.driver.take(event)
+
+    def offer(self, when: str) -> Offer:
+        """What a router has heard of the prefill, or of one before it under the same id."""
+        if when == "of another prefill":
+            return Offer(blocks=(tuple(self.source_ids[::-1]),), tokens=TOKENS, prefill="before")
+        blocks = (tuple(self.source_ids),)
+        return Offer(blocks=blocks, tokens=TOKENS, prefill=prefill_name(PREFILL))
 
     def run(self, turns: int = 400, without: Worker | None = None) -> None:
         ranks = tuple(worker.driver.hello for worker in self.producers)
@@ -200,10 +213,11 @@ BLOCKS = [(16, 16), (16, 32), (32, 16), (32, 48), (48, 32)]
 @pytest.mark.parametrize(("producing", "consuming"), RANKS)
 @pytest.mark.parametrize(("source", "destination"), BLOCKS)
 @pytest.mark.parametrize("prefill_first", [True, False], ids=["prefill first", "decode first"])
+@pytest.mark.parametrize("reads", [False, True], ids=["push", "pull"])
 def test_every_rank_has_its_heads_of_every_token_s6(
-    producing: int, consuming: int, source: int, destination: int, prefill_first: bool
+    producing: int, consuming: int, source: int, destination: int, prefill_first: bool, reads: bool
 ) -> None:
-    engines = Engines(producing, consuming, source, destination)
+    engines = Engines(producing, consuming, source, destination, reads=reads)
     steps = [engines.finish_prefill, engines.load]
     for step in steps if prefill_first else reversed(steps):
         step()
@@ -214,8 +228,11 @@ def test_every_rank_has_its_heads_of_every_token_s6(
 
 @pytest.mark.parametrize("stages", [(2, 1), (1, 2), (2, 2), (4, 1)], ids=str)
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (8, 2)], ids=str)
-def test_every_stage_has_its_layers_s6(stages: tuple[int, int], ranks: tuple[int, int]) -> None:
-    engines = Engines(*ranks, stages=stages)
+@pytest.mark.parametrize("reads", [False, True], ids=["push", "pull"])
+def test_every_stage_has_its_layers_s6(
+    stages: tuple[int, int], ranks: tuple[int, int], reads: bool
+) -> None:
+    engines = Engines(*ranks, stages=stages, reads=reads)
     engines.load()
     engines.run(20)
     engines.finish_prefill()
@@ -223,8 +240,26 @@ def test_every_stage_has_its_layers_s6(stages: tuple[int, int], ranks: tuple[int
     engines.check()
 
 
-def test_what_is_here_already_is_not_touched() -> None:
-    engines = Engines(2, 1, 16, 32)
+@pytest.mark.parametrize(("producing", "consuming"), RANKS)
+@pytest.mark.parametrize("when", ["told already", "not told yet", "of another prefill"])
+def test_what_the_router_tells_of_is_read_before_the_producers_have_spoken_s6_s8(
+    producing: int, consuming: int, when: str
+) -> None:
+    engines = Engines(producing, consuming, reads=True)
+    steps = [engines.finish_prefill, lambda: engines.load(offer=engines.offer(when))]
+    for step in steps if when == "told already" else reversed(steps):
+        step()
+        engines.run(20)
+    engines.run()
+    engines.check()
+    read = sum(worker.port.counts.bytes_read for worker in engines.consumers)
+    wanted = sum(worker.kv(engines.destination_ids).nbytes for worker in engines.consumers)
+    assert read == wanted * (2 if when == "of another prefill" else 1)
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["push", "pull"])
+def test_what_is_here_already_is_not_touched(reads: bool) -> None:
+    engines = Engines(2, 1, 16, 32, reads=reads)
     (worker,) = engines.consumers
     before = worker.kv(engines.destination_ids).copy()
     engines.finish_prefill()
@@ -236,17 +271,23 @@ def test_what_is_here_already_is_not_touched() -> None:
     assert np.array_equal(after[:, :, 64:], engines.produced()[:, :, 64:])
 
 
-def test_each_byte_is_written_once() -> None:
-    engines = Engines(8, 2, 16, 16)
+@pytest.mark.parametrize("reads", [False, True], ids=["push", "pull"])
+def test_each_byte_is_moved_once(reads: bool) -> None:
+    engines = Engines(8, 2, 16, 16, reads=reads)
     engines.finish_prefill()
     engines.load()
     engines.run()
-    moved = sum(worker.port.counts.bytes_written for worker in engines.producers)
-    assert moved == sum(worker.kv(engines.destination_ids).nbytes for worker in engines.consumers)
+    written = sum(worker.port.counts.bytes_written for worker in engines.producers)
+    read = sum(worker.port.counts.bytes_read for worker in engines.consumers)
+    assert (written == 0) is reads
+    assert written + read == sum(
+        worker.kv(engines.destination_ids).nbytes for worker in engines.consumers
+    )
 
 
-def test_without_one_of_its_ranks_an_engine_delivers_to_nobody_s2() -> None:
-    engines = Engines(2, 1, 16, 16)
+@pytest.mark.parametrize("reads", [False, True], ids=["push", "pull"])
+def test_without_one_of_its_ranks_an_engine_delivers_to_nobody_s2(reads: bool) -> None:
+    engines = Engines(2, 1, 16, 16, reads=reads)
     engines.finish_prefill()
     engines.load()
     engines.run(turns=4000, without=engines.producers[1])

@@ -361,7 +361,7 @@ def test_a_paused_write_does_not_spin(network: MemoryNetwork) -> None:
 def has_paused(worker: Worker) -> bool:
     driver = worker.loop._driver
     assert driver is not None
-    (write,) = driver._writes
+    (write,) = driver._transfers
     return write.can_post(1) and not driver.can_post
 
 

@@ -19,6 +19,8 @@ import numpy as np
 from kvflow.core import Reason
 from kvflow.core import events as ev
 from kvflow.core.effects import Moved
+from kvflow.core.notices import Offer
+from kvflow.core.producer import prefill_name
 from kvflow.ids import Address, AgentName, Rank, RequestId, TransferId, new_incarnation
 from kvflow.io.coordinates import Identity
 from kvflow.io.nixl_port import NixlPort
@@ -111,7 +113,15 @@ class Engine:
         )
         self.loop.submit([event])
 
-    def load(self, transfer: str, address: Address, blocks: list[int]) -> None:
+    def load(
+        self,
+        transfer: str,
+        address: Address,
+        blocks: list[int],
+        reads: bool = False,
+        offer: list[int] | None = None,
+    ) -> None:
+        """`offer`: blocks of the producer's of which the router tells, if it `reads`."""
         self._attempt += 1
         event = ev.BlocksAllocated(
             transfer_id=TransferId(transfer),
@@ -122,6 +132,8 @@ class Engine:
             blocks=(tuple(blocks),),
             starts=(0,),
             tokens=len(blocks) * BLOCK_TOKENS,
+            reads=reads,
+            offer=None if offer is None else offered(transfer, offer),
         )
         self.loop.submit([event])
 
@@ -162,6 +174,15 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def offered(transfer: str, blocks: list[int]) -> Offer:
+    """What a router hears when the prefill of these blocks has ended."""
+    return Offer(
+        blocks=(tuple(blocks),),
+        tokens=len(blocks) * BLOCK_TOKENS,
+        prefill=prefill_name(RequestId(f"prefill-{transfer}")),
+    )
 
 
 def regions_of(memory: np.ndarray) -> tuple[Region, ...]:

@@ -45,6 +45,7 @@ BY_FIELD: dict[str, st.SearchStrategy[Any]] = {
     "reason": REASONS,
     "prefill": st.text(max_size=50),
     "keep": st.booleans(),
+    "reads": st.booleans(),
     "kept_s": st.floats(0, 86_400),
     "wanted": st.lists(st.tuples(TRANSFER_IDS, ATTEMPTS)).map(tuple),
     "standings": st.lists(st.tuples(TRANSFER_IDS, ATTEMPTS, STANDINGS, st.none() | REASONS)).map(
