@@ -57,11 +57,11 @@ class Settings:
     """
 
     timings: Timings = field(default_factory=Timings)
-    poll_quick_us: int = 200
+    poll_quick_us: int = 300
     poll_expectant_us: int = 500
     poll_idle_us: int = 10_000
     poll_computing_us: int = 1000
-    idle_wait_ms: float = 2.0
+    idle_wait_ms: float = 5.0
     mode: str = "push"
     recompute_below_tokens: int = 0
     stream: str = "on"

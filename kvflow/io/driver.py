@@ -143,16 +143,23 @@ class Driver:
         self._turn(event)
         self._flush()
 
-    def look(self) -> None:
-        """Whatever is new: notices, ended handles, deadlines; and one slice of every transfer."""
-        for sender, payload in self._receive():
+    def look(self) -> bool:
+        """Whatever is new: notices, ended handles, deadlines; and one slice of every transfer.
+
+        Whether there was anything, or something is being moved.
+        """
+        arrived = self._receive()
+        for sender, payload in arrived:
             self._arrived(sender, payload)
+        moving = bool(self._transfers)
         self._advance()
         now = self._clock()
         due = self.engine.next_deadline()
-        if due is not None and due <= now:
+        is_due = due is not None and due <= now
+        if is_due:
             self._guarded("deadlines", None, lambda: self.engine.expire(now))
         self._flush()
+        return bool(arrived) or moving or is_due
 
     def met(self, address: Address, reply: m.MeetReply) -> None:
         """A producer engine's side channel answered."""

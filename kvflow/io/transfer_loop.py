@@ -56,7 +56,7 @@ class TransferLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.outbox = Outbox()
-        self.model_runs = False
+        self.model_runs = self._paced_for = False
         self._settings = settings
         self._make_port = make_port
         self._observer = observer
@@ -224,24 +224,28 @@ class TransferLoop:
 
     def _look(self) -> None:
         self._soon = None
-        if self._driver is not None:
-            try:
-                self._open_gates(self._driver)
-                self._driver.look()
-            finally:
+        if self._driver is None:
+            return
+        happened = True
+        try:
+            self._open_gates(self._driver)
+            happened = self._driver.look()
+        finally:
+            if happened or self._gates or self._paced_for != self.model_runs:
                 self._pace()
 
     def _pace(self) -> None:
-        """How soon to look again."""
+        """How soon to look again: it stays so until something happens."""
         driver, timer = self._driver, self._timer
         if driver is None or timer is None:
             return
+        self._paced_for = self.model_runs
         if driver.can_post:
             timer.set_interval(None)
             self._soon = self._soon or asyncio.get_running_loop().call_soon(self._look)
         else:
             urgency = Urgency.QUICK if self._gates else driver.engine.urgency()
-            least_s = self._settings.poll_computing_us / 1e6 if self.model_runs else 0.0
+            least_s = self._settings.poll_computing_us / 1e6 if self._paced_for else 0.0
             timer.set_interval(max(self._intervals_s[urgency], least_s))
 
     def _start_meeting(self, address: Address) -> None:
