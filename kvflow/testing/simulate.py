@@ -130,7 +130,7 @@ def invariant_of(error: Exception) -> str:
         return named[1]
     if "no guard held" in said or "is ambiguous" in said:
         return "T2"
-    if "Can't trigger event" in said or "not a known" in said:
+    if re.match(r"(producer|consumer|peer): \w+ in \w+: ", said):
         return "T1"
     return type(error).__name__
 

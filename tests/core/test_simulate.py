@@ -281,7 +281,7 @@ def test_an_exception_is_named_by_its_invariant() -> None:
     assert invariant_of(InvariantBrokenError("S2: given back")) == "S2"
     assert invariant_of(LocalProtocolError("S5: c1 given back twice")) == "S5"
     assert invariant_of(LocalProtocolError("peer: expired in met: no guard held")) == "T2"
-    said = 'peer: heard in unmet: "Can\'t trigger event heard from state unmet!"'
+    said = "peer: heard in unmet: it has no agents, so nothing can come from it or be lost with it"
     assert invariant_of(LocalProtocolError(said)) == "T1"
     assert invariant_of(KeyError("x")) == "KeyError"
 
