@@ -22,7 +22,8 @@ class Settings:
     poll_computing_us  at least so long while the model computes a step: what is seen sooner is not
                        taken sooner, and each look takes the interpreter from the step.
     idle_wait_ms       how long an engine step without model work may wait for news, so that an
-                       idle decode engine neither spins nor sees an arrival late.
+                       idle decode engine neither spins nor sees an arrival late. The first such
+                       step waits for 1 ms, each further one twice as long, up to this.
     mode               of a decode engine. `push`: producers write KV into its blocks. `pull`: it
                        reads the KV out of theirs. `auto`: it reads where the parameters tell of a
                        finished prefill (sequential dispatch), and is written to otherwise.
@@ -57,11 +58,11 @@ class Settings:
     """
 
     timings: Timings = field(default_factory=Timings)
-    poll_quick_us: int = 300
+    poll_quick_us: int = 400
     poll_expectant_us: int = 500
     poll_idle_us: int = 10_000
     poll_computing_us: int = 1000
-    idle_wait_ms: float = 5.0
+    idle_wait_ms: float = 10.0
     mode: str = "push"
     recompute_below_tokens: int = 0
     stream: str = "on"

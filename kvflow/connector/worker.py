@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+_REST_FIRST_MS = 1.0
+_REST_MOST_MS = 1000.0
+"""Far above any sensible `idle_wait_ms`."""
+
 loops_here: dict[str, TransferLoop] = {}
 """By engine id: the loops of workers that live in this process, as vLLM's do with one rank."""
 
@@ -54,6 +58,7 @@ class WorkerHalf:
         self._caches: dict[str, torch.Tensor] = {}
         self._staging: HostStaging | None = None
         self._advanced: tuple[PrefillAdvanced, ...] = ()
+        self._rest_ms = _REST_FIRST_MS
         self._hello: bytes | None = None
         self._changed_hello: bytes | None = None
         fields = {"engine": engine_id[:8], "rank": str(self._rank)}
@@ -153,6 +158,8 @@ class WorkerHalf:
             self._advanced = step.advanced
         self.loop.submit(step.events)
         self.loop.model_runs = step.computes
+        if step.events or step.computes:
+            self._rest_ms = _REST_FIRST_MS
 
     def made(self) -> None:
         """The step has been made: what it computes is complete, or will be soon on a device."""
@@ -176,14 +183,20 @@ class WorkerHalf:
         return query
 
     def rest(self, forward_context: Any) -> None:
-        """In a step without model work there is nothing to do but to wait for news."""
+        """In a step without model work there is nothing to do but to wait for news.
+
+        The longer nothing happens, the longer: the wait doubles from step to step.
+        """
         if forward_context.attn_metadata is None:
-            self.loop.outbox.wait(self._settings.idle_wait_ms / 1000)
+            self.loop.outbox.wait(min(self._rest_ms, self._settings.idle_wait_ms) / 1000)
+            self._rest_ms = min(2 * self._rest_ms, _REST_MOST_MS)
 
     def results(self) -> KVConnectorTransferResults:
         """What has ended since the last step."""
         self.loop.model_runs = False
         sent, received = self.loop.outbox.take()
+        if sent or received:
+            self._rest_ms = _REST_FIRST_MS
         if self._staging is not None:
             for request_id, reason in received:
                 self._staging.arrived(request_id, complete=reason is None)
