@@ -12,8 +12,7 @@ P = ProducerRecord
 
 def finish(record: P, event: WriteDone, turn: Turn) -> None:
     step.count(record, event, turn)
-    if record.is_finished:
-        step.release(record, record.request_id, turn)
+    step.give_back(record, turn)
     answer.answer_done(record, event, turn)
     step.end(record, turn, None)
 

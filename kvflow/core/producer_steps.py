@@ -189,7 +189,12 @@ def stop(record: P, turn: Turn, reason: Reason) -> None:
 
 
 def close(record: P, turn: Turn) -> None:
-    """The last handle has ended; vLLM gets the blocks back if it has given them."""
+    """The last handle has ended."""
     turn.ledger.close_write(record.part)
+    give_back(record, turn)
+
+
+def give_back(record: P, turn: Turn) -> None:
+    """vLLM gets the blocks back, if they are not a running request's."""
     if record.is_finished:
         release(record, record.request_id, turn)

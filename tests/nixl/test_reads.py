@@ -2,7 +2,6 @@
 
 import contextlib
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from kvflow.io.nixl_port import NixlPort
 from kvflow.io.port import PostState
 from kvflow.layout import slices
 
+from .conftest import producers_memory
 from .led_process import LedEngine
 from .loop_process import BLOCK_BYTES, BLOCKS, Engine, digest
 from .test_nixl_port import (
@@ -26,7 +26,6 @@ from .test_nixl_port import (
     start_peer,
     whole,
 )
-from .test_transfer_loop import SEED, producers_memory
 
 __all__ = ["start_peer"]
 
@@ -84,26 +83,6 @@ def test_a_read_from_a_killed_peer_ends(transports: str, start_peer: StartPeer) 
 
 
 # -- whole loads ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def shared_producer() -> Iterator[LedEngine]:
-    producer = LedEngine("producer", SEED)
-    yield producer
-    producer.close()
-
-
-@pytest.fixture
-def own_producer() -> Iterator[LedEngine]:
-    producer = LedEngine("producer", SEED)
-    yield producer
-    producer.close()
-
-
-@pytest.fixture
-def consumer() -> Iterator[Engine]:
-    with Engine("consumer", seed=5) as consumer:
-        yield consumer
 
 
 def test_twenty_loads_of_mixed_sizes_read_exactly_their_blocks_s6(

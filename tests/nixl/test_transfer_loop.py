@@ -10,41 +10,13 @@ import pytest
 from kvflow.core import Reason, Timings
 from kvflow.core.effects import Moved
 
+from .conftest import SEED, producers_memory
 from .led_process import LedEngine
-from .loop_process import BLOCK_BYTES, BLOCKS, LAYERS, Engine, digest
+from .loop_process import BLOCK_BYTES, BLOCKS, Engine, digest
 
 pytestmark = pytest.mark.nixl
 
-SEED = 11
 TRANSFERS = 20
-
-
-@pytest.fixture(scope="module")
-def shared_producer() -> Iterator[LedEngine]:
-    """For tests that leave it alive (a process takes seconds to start)."""
-    producer = LedEngine("producer", SEED)
-    yield producer
-    producer.close()
-
-
-@pytest.fixture
-def own_producer() -> Iterator[LedEngine]:
-    producer = LedEngine("producer", SEED)
-    yield producer
-    producer.close()
-
-
-@pytest.fixture
-def consumer() -> Iterator[Engine]:
-    with Engine("consumer", seed=5) as consumer:
-        yield consumer
-
-
-def producers_memory() -> np.ndarray:
-    """What a producer's process made of its seed."""
-    rng = np.random.default_rng(SEED)
-    shape = (LAYERS, BLOCKS, BLOCK_BYTES + 512)
-    return rng.integers(0, 256, shape, dtype=np.uint8)
 
 
 def test_twenty_transfers_of_mixed_sizes_in_both_orders_move_exactly_their_blocks(
