@@ -38,11 +38,11 @@ def burst(trio: Trio, clients: Clients, each: dict[str, int]) -> list[Sent]:
 
 
 async def in_the_middle(trio: Trio, sent: list[Sent], *consumers: str) -> None:
-    """Some have been sent to each of the consumers, and one has been in part, or is being."""
+    """Some KV has come to each of the consumers, and one prompt's has in part, or is on its way."""
     ids = {name: [s.transfer_id for s in sent if s.consumer == name] for name in consumers}
 
     def is_begun(transfer_id: str) -> bool:
-        begun = trio.traces.reached(PRODUCER, transfer_id, "streaming", "transferring")
+        begun = trio.traces.reached(PRODUCER, transfer_id, *trio.way.moving)
         return begun and not trio.traces.count(PRODUCER, [transfer_id], "sent", "failed")
 
     def is_middle() -> bool:

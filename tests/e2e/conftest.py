@@ -12,6 +12,7 @@ from kvflow.demo.requests import Endpoints
 from kvflow.demo.traces import TRACE_SUFFIX
 
 from .trio import FAILS, PRODUCER, RECOMPUTES, Trio
+from .ways import CHOSEN, Way
 
 
 @pytest.fixture(scope="session")
@@ -45,10 +46,17 @@ def endpoints(engine_pair: EnginePair) -> Endpoints:
     return Endpoints.of(engine_pair.producer, engine_pair.consumer)
 
 
+@pytest.fixture(scope="module", params=CHOSEN)
+def way(request: pytest.FixtureRequest) -> Way:
+    """How the engines of a suite that runs in each way move KV."""
+    chosen: Way = request.param
+    return chosen
+
+
 @pytest.fixture(scope="module")
-def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+def trio(tmp_path_factory: pytest.TempPathFactory, way: Way) -> Iterator[Trio]:
     """A producer and two consumers that tests may kill."""
-    trio = Trio(directory=tmp_path_factory.mktemp("trio"))
+    trio = Trio(directory=tmp_path_factory.mktemp(f"trio-{way}"), way=way)
     try:
         asyncio.run(trio.start(*map(trio.settings, (PRODUCER, FAILS, RECOMPUTES))))
         yield trio

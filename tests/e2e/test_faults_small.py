@@ -11,6 +11,7 @@ import pytest
 from kvflow.demo.requests import Client, Dispatch, Naming, prefill_params, prompts
 
 from .trio import FAILS, LEASE_S, LOSS_S, PRODUCER, Prompt, Sent, Trio, note, until
+from .ways import Way
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nixl, pytest.mark.timeout(300)]
 
@@ -25,9 +26,9 @@ LONGEST = prompts(1, shortest=LENGTH - 1, longest=LENGTH - 1, seed=22)[0]
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+def small(tmp_path_factory: pytest.TempPathFactory, way: Way) -> Iterator[Trio]:
     """A producer and a consumer with tiny pools; the consumer takes longer prompts."""
-    small = Trio(directory=tmp_path_factory.mktemp("small"))
+    small = Trio(directory=tmp_path_factory.mktemp(f"small-{way}"), way=way)
     tiny = ("--num-gpu-blocks-override", "100", "--shutdown-timeout", "0")
 
     async def start() -> None:

@@ -11,6 +11,7 @@ from kvflow.testing.replay import replay
 
 from .metrics import kv_usage
 from .trio import PRODUCER, RECOMPUTES, Prompt, Trio, note, until
+from .ways import Way
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nixl, pytest.mark.timeout(420)]
 
@@ -24,9 +25,9 @@ BLOCKS = 46
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+def small(tmp_path_factory: pytest.TempPathFactory, way: Way) -> Iterator[Trio]:
     """A producer that keeps what it has sent, and a consumer that registers again."""
-    small = Trio(directory=tmp_path_factory.mktemp("preemption"))
+    small = Trio(directory=tmp_path_factory.mktemp(f"preemption-{way}"), way=way)
 
     async def start() -> None:
         await small.start(
@@ -90,7 +91,7 @@ def test_preempted_requests_fetch_their_kv_once_more_and_both_pools_end_empty(
         for each in ids:
             loads = 1 + small.traces.taken(RECOMPUTES, each, "allocated_again")
             assert small.traces.taken(RECOMPUTES, each, "done", "received") == loads
-            assert small.traces.taken(PRODUCER, each, "write_done", "kept") == loads
+            assert small.traces.taken(PRODUCER, each, small.way.moved, "kept") == loads
             assert not small.traces.reached(RECOMPUTES, each, "failed")
 
     asyncio.run(work())

@@ -17,6 +17,7 @@ from kvflow.demo.traces import TRACE_SUFFIX
 from kvflow.testing.replay import replay
 
 from .trio import FAILS, PRODUCER, Prompt, Sent, Trio, note
+from .ways import Way
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nixl, pytest.mark.timeout(900)]
 
@@ -26,25 +27,13 @@ SHORTEST, LONGEST = 64, 4096
 CHUNK_TOKENS = 512
 STEP_TOKENS = 128
 """Most of one prompt in one step, so that four prompts are computed side by side."""
-WAYS: dict[str, dict[str, float | str]] = {
-    "streamed": {"stream": "on"},
-    "push": {"stream": "off"},
-    "pull": {"mode": "pull"},
-}
-CHOSEN = os.environ.get("KVFLOW_WAYS", "streamed").split(",")
 BLOCKS = 160
 """Of 32 tokens: the longest prompt and one of 1,000 tokens fit."""
 
 
-@pytest.fixture(scope="module", params=CHOSEN)
-def way(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, way: str) -> Iterator[Trio]:
-    pair = Trio(directory=tmp_path_factory.mktemp(way))
-    extra = WAYS[way]
+def pair(tmp_path_factory: pytest.TempPathFactory, way: Way) -> Iterator[Trio]:
+    pair = Trio(directory=tmp_path_factory.mktemp(way), way=way)
 
     async def start() -> None:
         await pair.start(
@@ -54,9 +43,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory, way: str) -> Iterator[Trio]:
                 *("--long-prefill-token-threshold", str(STEP_TOKENS)),
                 *("--num-gpu-blocks-override", str(BLOCKS)),
                 *("--max-model-len", str(LONGEST + 64)),
-                extra=extra,
             ),
-            pair.settings(FAILS, extra=extra),
+            pair.settings(FAILS),
         )
 
     try:
@@ -90,7 +78,7 @@ async def sent_at_random_moments(pair: Trio, prompts: list[Prompt]) -> list[Sent
 
 
 def test_mixed_prompts_are_moved_right_also_when_prefills_are_preempted(
-    pair: Trio, way: str
+    pair: Trio, way: Way
 ) -> None:
     async def work() -> None:
         prompts = mixed_prompts(REQUESTS)
@@ -115,7 +103,7 @@ def test_mixed_prompts_are_moved_right_also_when_prefills_are_preempted(
             "their prefill"
         )
         assert taken["prefill_preempted"]
-        if way == "streamed":
+        if way is Way.STREAMED:
             assert taken["prefill_advanced"] > len(sent)
             assert early
         else:

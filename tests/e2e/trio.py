@@ -38,6 +38,7 @@ from kvflow.ids import Address, TransferId
 from kvflow.io import side_channel
 
 from .metrics import kv_usage
+from .ways import Way
 
 PRODUCER, FAILS, RECOMPUTES = "producer", "fails", "recomputes"
 LEASE_S = 10.0
@@ -159,6 +160,7 @@ class Trio:
     """The engines by name, what they should answer, and what their traces say."""
 
     directory: Path
+    way: Way = Way.STREAMED
     engines: dict[str, Engine] = field(default_factory=dict)
     expected: dict[Prompt, tuple[int, ...]] = field(default_factory=dict)
     traces: Traces = field(init=False)
@@ -184,7 +186,11 @@ class Trio:
             kv_transfer_config={
                 **kvflow_connector(roles[name]),
                 "kv_load_failure_policy": "recompute" if name == RECOMPUTES else "fail",
-                "kv_connector_extra_config": {"lease_s": LEASE_S, **(extra or {})},
+                "kv_connector_extra_config": {
+                    **self.way.extra,
+                    "lease_s": LEASE_S,
+                    **(extra or {}),
+                },
             },
             max_model_tokens=8192,
             extra_env={"KVFLOW_TRACE": str(self.directory / f"{name}-%p{TRACE_SUFFIX}")},
