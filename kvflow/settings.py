@@ -16,8 +16,11 @@ from kvflow.errors import ConfigurationError
 class Settings:
     """What an operator can set, beside the durations of `kvflow.core.Timings`.
 
-    poll_quick_us      time between two looks for news while something remote is awaited.
-    poll_expectant_us  the same while a consumer may register at any moment.
+    poll_quick_us      time between two looks for news while KV is being moved by this worker.
+    poll_awaiting_us   the same while a load waits for its producer, or a finished prefill for its
+                       consumer. That lasts as long as a prompt is computed: sooner costs processor
+                       time all along, and gains at most this once.
+    poll_expectant_us  the same while prompts are computed for consumers.
     poll_idle_us       the same while nothing is expected.
     poll_computing_us  at least so long while the model computes a step: what is seen sooner is not
                        taken sooner, and each look takes the interpreter from the step.
@@ -59,7 +62,8 @@ class Settings:
 
     timings: Timings = field(default_factory=Timings)
     poll_quick_us: int = 400
-    poll_expectant_us: int = 500
+    poll_awaiting_us: int = 1000
+    poll_expectant_us: int = 5000
     poll_idle_us: int = 10_000
     poll_computing_us: int = 1000
     idle_wait_ms: float = 10.0
@@ -80,6 +84,7 @@ class Settings:
 
 _LEAST = {
     "poll_quick_us": 20,
+    "poll_awaiting_us": 20,
     "poll_expectant_us": 20,
     "poll_idle_us": 100,
     "poll_computing_us": 20,

@@ -107,6 +107,7 @@ def test_a_fraction_is_no_whole_number(key: str) -> None:
     ("key", "least"),
     [
         ("poll_quick_us", 20),
+        ("poll_awaiting_us", 20),
         ("poll_expectant_us", 20),
         ("poll_idle_us", 100),
         ("post_bytes_max", 4096),

@@ -8,7 +8,6 @@ The idea: `receive` finds the record that an event concerns, names the trigger
 which are worked off in the same turn, so a caller never sees half of a consequence.
 """
 
-import enum
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -36,29 +35,11 @@ from kvflow.core.records import Records
 from kvflow.core.table import Table
 from kvflow.core.timings import Timings
 from kvflow.core.turn import FollowUp, PeerGone, PeerMet, RenewalDue, Turn, Wanted
+from kvflow.core.urgency import Urgency, of_population
 from kvflow.errors import LocalProtocolError
 from kvflow.ids import AgentName, PartId, Rank, RequestId, TransferId
 
 TABLES: tuple[Table, ...] = (producer_table.TABLE, consumer_table.TABLE, peer.TABLE)
-
-_QUICK = {
-    producer.NAME: frozenset({"streaming", "recalled", "transferring", "lent", "draining"}),
-    consumer.NAME: consumer.LIVE,
-    peer.NAME: frozenset({"meeting"}),
-}
-_EXPECTANT = {
-    producer.NAME: producer.LIVE - {"kept"},
-    consumer.NAME: frozenset(),
-    peer.NAME: frozenset(),
-}
-
-
-class Urgency(enum.Enum):
-    """How soon the driver should look for news."""
-
-    QUICK = "a transfer waits for something remote"
-    EXPECTANT = "a consumer may register for a prefill at any moment"
-    IDLE = "nothing is expected"
 
 
 class Engine:
@@ -145,12 +126,7 @@ class Engine:
 
     def urgency(self) -> Urgency:
         """How soon news should be looked for."""
-        expectant = False
-        for (machine, state), count in self.records.population.items():
-            if count and state in _QUICK[machine]:
-                return Urgency.QUICK
-            expectant = expectant or bool(count and state in _EXPECTANT[machine])
-        return Urgency.EXPECTANT if expectant else Urgency.IDLE
+        return of_population(self.records.population)
 
     @property
     def live(self) -> int:

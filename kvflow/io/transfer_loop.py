@@ -72,6 +72,7 @@ class TransferLoop:
         self._meetings: set[asyncio.Task[m.MeetReply]] = set()
         self._intervals_s = {
             Urgency.QUICK: settings.poll_quick_us / 1e6,
+            Urgency.AWAITING: settings.poll_awaiting_us / 1e6,
             Urgency.EXPECTANT: settings.poll_expectant_us / 1e6,
             Urgency.IDLE: settings.poll_idle_us / 1e6,
         }

@@ -315,7 +315,7 @@ def receives_per_s(worker: Worker, seconds: float = 0.3) -> float:
 
 def test_a_loop_looks_often_only_while_something_is_awaited(network: MemoryNetwork) -> None:
     paced = Settings(
-        timings=FAST.timings, poll_quick_us=500, poll_expectant_us=5_000, poll_idle_us=50_000
+        timings=FAST.timings, poll_awaiting_us=500, poll_expectant_us=5_000, poll_idle_us=50_000
     )
     with (
         Worker("producer", network, seed=1, settings=paced) as producer,
@@ -328,11 +328,11 @@ def test_a_loop_looks_often_only_while_something_is_awaited(network: MemoryNetwo
         expectant = receives_per_s(producer)
         consumer.load("t", producer.address, DESTINATION)
         consumer.comes_to("consumer", "t", "registered")
-        quick = receives_per_s(consumer)
-        assert quick > 2 * expectant > 4 * idle
+        awaiting = receives_per_s(consumer)
+        assert awaiting > 2 * expectant > 4 * idle
         producer.finish_prefill("t", SOURCE)
         assert consumer.outcome("t") is None
-        assert receives_per_s(consumer) < quick / 4
+        assert receives_per_s(consumer) < awaiting / 4
 
 
 def test_a_paused_write_does_not_spin(network: MemoryNetwork) -> None:
@@ -369,17 +369,19 @@ def timings_of(settings: Settings) -> dict[str, float]:
     return {name: getattr(settings.timings, name) for name in Timings.__dataclass_fields__}
 
 
-def test_while_the_model_runs_the_loop_looks_more_seldom(
-    producer: Worker, consumer: Worker
-) -> None:
-    settings = Settings()
-    consumer.load("t", producer.address, DESTINATION)
-    consumer.comes_to("consumer", "t", "registered")
-    timer = consumer.loop._timer
-    assert timer is not None
-    consumer.loop.model_runs = True
-    wait_until(lambda: timer._interval_ns == settings.poll_computing_us * NS_PER_US)
-    consumer.loop.model_runs = False
-    wait_until(lambda: timer._interval_ns == settings.poll_quick_us * NS_PER_US)
-    producer.finish_prefill("t", SOURCE)
-    assert consumer.outcome("t") is None
+def test_while_the_model_runs_the_loop_looks_more_seldom(network: MemoryNetwork) -> None:
+    paced = Settings(timings=FAST.timings, poll_awaiting_us=500, poll_computing_us=3_000)
+    with (
+        Worker("producer", network, seed=1, settings=paced) as producer,
+        Worker("consumer", network, seed=2, settings=paced) as consumer,
+    ):
+        consumer.load("t", producer.address, DESTINATION)
+        consumer.comes_to("consumer", "t", "registered")
+        timer = consumer.loop._timer
+        assert timer is not None
+        consumer.loop.model_runs = True
+        wait_until(lambda: timer._interval_ns == 3_000 * NS_PER_US)
+        consumer.loop.model_runs = False
+        wait_until(lambda: timer._interval_ns == 500 * NS_PER_US)
+        producer.finish_prefill("t", SOURCE)
+        assert consumer.outcome("t") is None
