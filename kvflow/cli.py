@@ -201,6 +201,50 @@ def plan(
 
 
 @app.command()
+def route(
+    prefill: Annotated[
+        list[str] | None, typer.Option(help="URL of a prefill engine; may be repeated.")
+    ] = None,
+    decode: Annotated[
+        list[str] | None, typer.Option(help="URL of a decode engine; may be repeated.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file of settings; options override it.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Where to listen.")] = None,
+    port: Annotated[int | None, typer.Option(help="Where to listen; 0: a free one.")] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(help="push (both legs at once), pull (decode after prefill) or auto."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Log JSON lines.")] = False,
+) -> None:
+    """Route OpenAI requests to prefill and decode engines.
+
+    Each engine is met first: a producer says where its side channel is, a consumer is tried with
+    KV of a producer. Ends with 2, and a sentence, if an engine cannot be used or the settings are
+    wrong.
+    All settings are in specs/routers.md.
+    """
+    from kvflow.errors import ConfigurationError
+
+    try:
+        from kvflow.router import config as settings_of_router
+        from kvflow.router import server
+    except ModuleNotFoundError as error:
+        typer.echo(f"kvflow route: {error.name} is missing: pip install 'kvflow[router]'", err=True)
+        raise typer.Exit(2) from error
+    given = {"prefill": prefill, "decode": decode, "host": host, "port": port, "mode": mode}
+    told = {key: value for key, value in given.items() if value is not None}
+    try:
+        settings_given = settings_of_router.configure(config, told)
+    except ConfigurationError as error:
+        typer.echo(f"kvflow route: {error}", err=True)
+        raise typer.Exit(2) from error
+    raise typer.Exit(server.run(settings_given, as_json=as_json))
+
+
+@app.command()
 def demo(
     dispatch: Annotated[
         DispatchOption,
@@ -226,6 +270,13 @@ def demo(
     model_directory: Annotated[
         Path | None, typer.Option(help="Where the tiny model is made (default: the user's cache).")
     ] = None,
+    router: Annotated[
+        bool,
+        typer.Option(
+            "--router",
+            help="60 chats through the router instead, with two producers of which one is killed.",
+        ),
+    ] = False,
 ) -> None:
     """Start a prefill and a decode engine, move KV from one to the other, compare tokens."""
     from kvflow.demo.requests import Dispatch
@@ -243,6 +294,7 @@ def demo(
         by_name=by_name,
         mode=mode.value,
         model_directory=model_directory,
+        router=router,
     )
     raise typer.Exit(run_demo(options))
 

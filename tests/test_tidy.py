@@ -69,6 +69,12 @@ LAYERS = {
         ),
         others=frozenset({"numpy", "msgspec", "structlog", "torch", "vllm"}),
     ),
+    "router": Layer(
+        own=frozenset({"router", "io", "wire", "ids", "errors"}),
+        others=frozenset({"aiohttp", "msgspec", "structlog", "starlette", "uvicorn", "uvloop"})
+        | frozenset({"prometheus_client"}),
+        lazily=frozenset({"yaml"}),
+    ),
     # Only the benchmark of vLLM's hooks needs the connector, and vLLM; the others see of it what an
     # operator does.
     "bench": Layer(

@@ -36,9 +36,9 @@ from kvflow.bench.serve_load import Prompt, Tokens, alone, loads, prompts
 from kvflow.bench.serve_options import ServeOptions
 from kvflow.bench.serve_pair import PairFailedError, RunningPair, warm_up
 from kvflow.demo.engines import Engine, EngineFailedError, EnginePair, wait_ready_async
+from kvflow.demo.loading import loading
 from kvflow.demo.model import tiny_model
 from kvflow.demo.requests import Client, Endpoints
-from kvflow.demo.run import loading
 from kvflow.demo.signals import SignalledError, sigterm_as_exception, until_signalled
 
 REQUEST_TIMEOUT_S = 600.0

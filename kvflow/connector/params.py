@@ -8,6 +8,7 @@ answered with `remote_prefill` as well: a load that reads begins with them, and 
 producer says in the end.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -62,12 +63,15 @@ def remote(params: Mapping[str, object], request_id: str, *, randomized: bool) -
 
     The transfer id is `transfer_id`, else `remote_request_id` (a producer of ours puts the
     transfer id there, for routers that know only upstream's keys), else the client's request id.
+    A router that dispatches both legs at once does not know yet how the producer names its request,
+    and says its own `X-Request-Id`, which both legs have: then the client's request id counts.
     """
+    own = client_id(request_id, randomized=randomized)
     key, given = "transfer_id", params.get("transfer_id")
     if given is None:
         key, given = "remote_request_id", params.get("remote_request_id")
-    if given is None:
-        key, given = "X-Request-Id", client_id(request_id, randomized=randomized)
+    if given is None or (key == "remote_request_id" and _is_header_of(own, given)):
+        key, given = "X-Request-Id", own
     engine_id = params.get("remote_engine_id")
     if engine_id is not None and not isinstance(engine_id, str):
         raise _bad("remote_engine_id", engine_id, "a string, or absent")
@@ -104,6 +108,13 @@ def _are_block_ids(given: object) -> bool:
     except (ValueError, OverflowError):
         return False
     return not ids.size or (ids.ndim == 1 and ids.dtype.kind == "i" and int(ids.min()) >= 0)
+
+
+def _is_header_of(own: str, given: object) -> bool:
+    """Whether vLLM has made the request id `own` of the header `X-Request-Id: given`."""
+    if not isinstance(given, str):
+        return False
+    return own == f"chatcmpl-{given}" or bool(re.fullmatch(rf"cmpl-{re.escape(given)}-\d+", own))
 
 
 def _transfer_id(key: str, given: object) -> TransferId:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import envs
 from vllm.v1.request import RequestStatus
 
+from kvflow import __version__
 from kvflow.connector import params as p
 from kvflow.connector.groups import Group, has_state, leave_last_token, tokens_to_share
 from kvflow.connector.metadata import NewHellos, StepEvents, WorkerHello
@@ -322,8 +323,16 @@ class SchedulerHalf:
             "pp_size": self._config.parallel_config.pipeline_parallel_size,
             "remote_num_tokens": request.num_computed_tokens,
             "transfer_mode": "push",
+            "kvflow": {"version": __version__},
             **({} if self._is_staged else named),
         }
+
+    def _told(self, asked: Asked | None) -> dict[str, Any] | None:
+        """A decode leg's parameters in its answer: what became of its load."""
+        if asked is None:
+            return None
+        outcome = asked.name.lower()
+        return {"kvflow": {"version": __version__, "mode": self._mode, "outcome": outcome}}
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -339,7 +348,8 @@ class SchedulerHalf:
             self._events.append(RequestEnded(request_id=request_id))
         elif asked is None and p.wants_remote_prefill(request.kv_transfer_params):
             self._release(request)
-        return self._prefill_ended(request, blocks)
+        must_keep, answer = self._prefill_ended(request, blocks)
+        return must_keep, answer or self._told(asked)
 
     def step(self, output: "SchedulerOutput") -> StepEvents:
         """Everything that happened since the last step."""

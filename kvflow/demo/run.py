@@ -13,8 +13,7 @@ import asyncio
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,14 +23,15 @@ from kvflow.demo import report
 from kvflow.demo.engines import (
     EngineFailedError,
     EnginePair,
-    EngineProgress,
     EngineSettings,
     kvflow_connector,
     wait_ready_async,
 )
+from kvflow.demo.loading import loading
 from kvflow.demo.model import tiny_model
 from kvflow.demo.report import Trial, Verdict, judge
 from kvflow.demo.requests import Client, Completion, Dispatch, Endpoints, prompts
+from kvflow.demo.router import RouterFailedError
 from kvflow.demo.signals import SignalledError, sigterm_as_exception, until_signalled
 from kvflow.demo.traces import TRACE_SUFFIX, Journey, find_journey, read_journeys
 
@@ -59,6 +59,8 @@ class DemoOptions:
     """The consumer's setting of that name."""
     model_directory: Path | None = None
     """Where the tiny model is kept; None: the user's cache."""
+    router: bool = False
+    """Chats through the router instead, with two producers, of which one is killed."""
 
 
 def demo(options: DemoOptions) -> int:
@@ -72,12 +74,18 @@ def demo(options: DemoOptions) -> int:
         with sigterm_as_exception():
             with notes.status("the tiny model"):
                 model = tiny_model(options.model_directory)
-            return asyncio.run(until_signalled(_demo(options, directory, model, notes)))
+            if options.router:
+                from kvflow.demo.routed import demo_routed
+
+                work = demo_routed(directory, model, notes, as_json=options.as_json)
+            else:
+                work = _demo(options, directory, model, notes)
+            return asyncio.run(until_signalled(work))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except SignalledError:
         return 128 + signal.SIGTERM
-    except EngineFailedError as error:
+    except (EngineFailedError, RouterFailedError) as error:
         if options.as_json:
             print(report.failure_json(str(error), directory))
         notes.print(str(error), style="red", markup=False, soft_wrap=True)
@@ -184,28 +192,3 @@ async def _keep(pair: EnginePair, out: Console) -> None:
         task = asyncio.current_task()
         if task is not None:
             task.uncancel()
-
-
-class Loading:
-    """Shows how far the engines are: one live line on a terminal, one line per stage elsewhere."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._stages: dict[str, str] = {}
-        self.status = console.status("starting two engines")
-
-    def __call__(self, progress: EngineProgress) -> None:
-        is_new = self._stages.get(progress.name) != progress.stage
-        self._stages[progress.name] = progress.stage
-        if self._console.is_terminal:
-            stages = "; ".join(f"{name}: {stage}" for name, stage in self._stages.items())
-            self.status.update(f"{progress.waited_s:3.0f} s  {stages}")
-        elif is_new:
-            self._console.print(f"{progress.waited_s:3.0f} s  {progress.name}: {progress.stage}")
-
-
-@contextmanager
-def loading(console: Console) -> Iterator[Loading]:
-    shown = Loading(console)
-    with shown.status:
-        yield shown

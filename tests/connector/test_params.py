@@ -71,6 +71,19 @@ def test_a_producers_answer_names_the_transfer_for_a_router_that_knows_upstreams
     assert p.remote(answer, "something-else-12345678", randomized=True).transfer_id == "t"
 
 
+@pytest.mark.parametrize("made", ["chatcmpl-{}", "cmpl-{}-0"])
+def test_a_router_that_says_its_own_header_means_what_both_legs_share(made: str) -> None:
+    """vllm-router 0.1.17, when a producer has told it once that it pushes."""
+    header = "___prefill_addr_a:1___decode_addr_b:2_0123"
+    prefill = p.prefill_transfer_id({}, f"{made.format(header)}-11111111", randomized=True)
+    told = {**HERE, "remote_request_id": header}
+    decode = p.remote(told, f"{made.format(header)}-22222222", randomized=True)
+    assert decode.transfer_id == prefill == made.format(header)
+    other = {**HERE, "remote_request_id": f"{header}-0"}
+    unlike = p.remote(other, f"{made.format(header)}-22222222", randomized=True)
+    assert unlike.transfer_id == f"{header}-0"
+
+
 def test_the_address_and_the_engine_id_are_taken_over() -> None:
     assert remote(remote_engine_id="e").engine_id == "e"
     assert remote().engine_id is None

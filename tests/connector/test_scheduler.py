@@ -213,7 +213,7 @@ def test_when_all_is_cached_here_the_producer_is_told_so(half: SchedulerHalf) ->
     (event,) = step(half)
     assert isinstance(event, ev.ReleaseWanted)
     assert (event.transfer_id, event.address) == ("t", Address("prefill", 5600))
-    assert finish(half, request) == (False, None)
+    assert finish(half, request)[0] is False
     assert step(half) == ()
 
 
@@ -227,7 +227,7 @@ def test_a_decode_leg_loads_once_and_computes_whatever_is_missing_later(
     for computed in (0, 2 * BLOCK):
         assert schedule(half, request, computed) == (0, False)
     assert step(half) == ()
-    assert finish(half, request) == (False, None)
+    assert finish(half, request)[0] is False
     assert step(half) == ()
 
 
@@ -259,7 +259,7 @@ def test_a_request_that_ends_while_it_loads_aborts_the_load(half: SchedulerHalf)
     request = FakeRequest(DECODE, status=RequestStatus.FINISHED_ABORTED)
     schedule(half, request)
     step(half)
-    assert finish(half, request) == (False, None)
+    assert finish(half, request)[0] is False
     assert step(half) == (ev.LoadAborted(request_id="r-12345678"),)
     report(half, request.request_id)
     assert step(half) == ()
@@ -270,7 +270,7 @@ def test_a_request_whose_load_was_reported_ends_without_a_word(half: SchedulerHa
     schedule(half, request)
     report(half, request.request_id)
     step(half)
-    assert finish(half, request) == (False, None)
+    assert finish(half, request)[0] is False
     assert step(half) == ()
 
 
@@ -318,7 +318,7 @@ def test_bad_parameters_fail_the_load_with_a_sentence_and_never_the_engine(
     assert next(iter(BAD[kind])) in event.detail
     report(half, request.request_id)
     assert schedule(half, request) == (0, False)
-    assert finish(half, request) == (False, None)
+    assert finish(half, request)[0] is False
     assert step(half) == ()
 
 

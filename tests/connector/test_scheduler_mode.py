@@ -7,14 +7,27 @@ import pytest
 
 pytest.importorskip("vllm", reason="kvflow.connector imports vLLM")
 
+from kvflow import __version__
 from kvflow.connector import params as p
 from kvflow.connector.groups import Group
+from kvflow.connector.scheduler import SchedulerHalf
 from kvflow.core import events as ev
 from kvflow.core.notices import Offer
 from kvflow.core.producer import prefill_name
 from kvflow.settings import Settings
 
-from .fakes import BLOCK, DECODE, PREFILL, FakeRequest, finish, kinds, make, schedule, step
+from .fakes import (
+    BLOCK,
+    DECODE,
+    PREFILL,
+    FakeRequest,
+    finish,
+    kinds,
+    make,
+    report,
+    schedule,
+    step,
+)
 
 FINISHED = {**DECODE, "remote_block_ids": [[7, 8, 9, 4, 5]], "remote_num_tokens": 5 * BLOCK}
 TOLD = {**FINISHED, "remote_prefill": "p"}
@@ -131,3 +144,29 @@ def test_what_is_cached_here_is_not_missing() -> None:
     half = make(settings=Settings(recompute_below_tokens=2 * BLOCK))
     assert schedule(half, FakeRequest(DECODE), computed=4 * BLOCK) == (0, False)
     assert kinds(step(half)) == ["ReleaseWanted"]
+
+
+def test_a_decode_legs_answer_says_what_became_of_its_load() -> None:
+    """A router that tries an engine, or an operator with curl, sees whether KV has come."""
+
+    def outcome(half: SchedulerHalf, request: FakeRequest) -> str:
+        must_keep, params = finish(half, request)
+        assert not must_keep
+        told: dict[str, str] = params["kvflow"]
+        assert told.pop("version") == __version__
+        assert told.pop("mode") == "auto"
+        return told.pop("outcome")
+
+    half = make(settings=Settings(mode="auto"))
+    loading, landed, failed, computed = (FakeRequest(DECODE, f"r{n}") for n in range(4))
+    for request in (loading, landed, failed):
+        schedule(half, request)
+    schedule(half, computed, computed=5 * BLOCK)
+    report(half, "r1", failed=("r2",))
+    assert outcome(half, loading) == "loading"
+    assert outcome(half, landed) == "landed"
+    assert outcome(half, failed) == "failed"
+    assert outcome(half, computed) == "computed"
+    plain = FakeRequest({})
+    schedule(half, plain)
+    assert finish(half, plain) == (False, None)

@@ -1,0 +1,231 @@
+"""What the router does when engines, or clients, do not do what they should."""
+
+import asyncio
+import json
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from .fakes import MODEL, Routed, routed, until, words
+
+pytestmark = pytest.mark.timeout(60)
+
+STREAM = {"model": MODEL, "prompt": "hello", "max_tokens": 4, "stream": True}
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await work
+
+    asyncio.run(bounded())
+
+
+async def nothing_left(r: Routed) -> None:
+    """No leg is in flight at any engine, or so the router thinks."""
+    engines = (*r.producers, *r.consumers)
+    await until(lambda: not any(engine.in_flight for engine in engines))
+    health = json.loads(await r.page("/health"))
+    assert [each["in_flight"] for each in health["engines"]] == [0] * len(engines)
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_a_prefill_leg_that_fails_ends_the_decode_leg_within_a_second(mode: str) -> None:
+    async def work() -> None:
+        async with routed(mode=mode, dispatches_max=1) as r:
+            r.producers[0].knobs.status = 500
+            began = time.monotonic()
+            status, answer = await r.complete()
+            assert time.monotonic() - began < 1
+            assert status == 502
+            assert "prefill engine" in answer["error"]["message"]
+            await nothing_left(r)
+            decodes = {id_ for _, id_ in r.world.happened("decode")}
+            assert {id_ for _, id_ in r.world.happened("decode cancelled")} <= decodes
+            ids = {id_ for _, id_ in r.world.happened("prefill")}
+            await until(lambda: set(r.world.released) == ids)
+
+    run(work())
+
+
+@pytest.mark.parametrize("in_stream", [False, True])
+def test_a_decode_leg_that_fails_ends_the_prefill_leg_and_releases_its_kv(in_stream: bool) -> None:
+    async def work() -> None:
+        async with routed(dispatches_max=1) as r:
+            r.producers[0].knobs.prefill_s = 5 if not in_stream else 0.01
+            if in_stream:
+                r.consumers[0].knobs.in_stream = True
+            else:
+                r.consumers[0].knobs.status = 500
+            began = time.monotonic()
+            async with r.session.post(f"{r.url}/v1/completions", json=STREAM) as response:
+                assert response.status == 502
+                assert "decode engine" in (await response.json())["error"]["message"]
+            assert time.monotonic() - began < 1
+            await nothing_left(r)
+            await until(lambda: len(r.world.released) == 1)
+
+    run(work())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("fault", ["answers 500", "is gone"])
+def test_another_engine_is_tried_before_the_first_token(role: str, fault: str) -> None:
+    async def work() -> None:
+        async with routed(producers=2, consumers=2, prefill_policy="robin") as r:
+            bad = (r.producers if role == "prefill" else r.consumers)[0]
+            if fault == "is gone":
+                await bad.stop()
+            else:
+                bad.knobs.status = 500
+            for _ in range(4):
+                status, _ = await r.complete()
+                assert status == 200
+            await nothing_left_at(r, bad.name)
+
+    async def nothing_left_at(r: Routed, gone: str) -> None:
+        engines = [e for e in (*r.producers, *r.consumers) if e.name != gone]
+        await until(lambda: not any(engine.in_flight for engine in engines))
+
+    run(work())
+
+
+def test_each_dispatch_has_a_transfer_id_of_its_own() -> None:
+    async def work() -> None:
+        async with routed(producers=2, prefill_policy="robin") as r:
+            for each in r.producers:
+                each.knobs.status = 500
+            status, _ = await r.complete()
+            assert status == 502
+            ids = [id_ for _, id_ in r.world.happened("prefill")]
+            assert len(ids) == len(set(ids)) == 3
+
+    run(work())
+
+
+def test_a_stream_that_breaks_after_its_first_token_is_not_repeated_but_told() -> None:
+    async def work() -> None:
+        async with routed(consumers=2) as r:
+            for each in r.consumers:
+                each.knobs.breaks_after = 2
+            async with r.session.post(f"{r.url}/v1/completions", json=STREAM) as response:
+                assert response.status == 200
+                lines = [line async for line in response.content if line.strip()]
+            events = [json.loads(line.removeprefix(b"data: ")) for line in lines]
+            assert [e["choices"][0]["text"] for e in events[:-1]] == words("hello", 2)
+            assert events[-1]["error"]["code"] == 502
+            assert len(r.world.happened("decode")) == 1
+            assert 'requests_total{outcome="broken"} 1.0' in await r.page("/metrics")
+
+    run(work())
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize("when", ["before the prefill has ended", "after the first token"])
+def test_a_client_that_goes_away_ends_both_legs(mode: str, when: str) -> None:
+    async def work() -> None:
+        async with routed(mode=mode) as r:
+            if when == "before the prefill has ended":
+                r.producers[0].knobs.prefill_s = 5
+            else:
+                r.consumers[0].knobs.decode_s = 0.5
+            asked = asyncio.create_task(r.complete(**STREAM))
+            kind = "decode" if mode == "push" or "after" in when else "prefill"
+            await until(lambda: r.world.happened(kind))
+            await asyncio.sleep(0.1 if "before" in when else 0.8)
+            asked.cancel()
+            await nothing_left(r)
+            if "before" in when:
+                await until(lambda: len(r.world.released) == 1)
+            assert 'requests_total{outcome="gone"} 1.0' in await r.page("/metrics")
+
+    run(work())
+
+
+def test_an_engine_that_hangs_goes_out_and_its_requests_go_elsewhere() -> None:
+    async def work() -> None:
+        async with routed(producers=2, prefill_policy="robin") as r:
+            r.producers[0].knobs.hangs = True
+            answers = await asyncio.gather(*(r.complete() for _ in range(4)))
+            assert [status for status, _ in answers] == [200] * 4
+            health = json.loads(await r.page("/health"))
+            assert [e["up"] for e in health["engines"]] == [False, True, True]
+            assert "does not answer" in health["engines"][0]["why"]
+
+    run(work())
+
+
+def test_an_engine_that_is_back_is_met_and_used_again() -> None:
+    async def work() -> None:
+        async with routed() as r:
+            (producer,) = r.producers
+            await producer.stop()
+            await until(lambda: not producer.in_flight)
+            await asyncio.sleep(0.3)
+            began = time.monotonic()
+            status, answer = await r.complete()
+            assert (status, time.monotonic() - began < 1) == (503, True)
+            assert "no prefill engine can be used" in answer["error"]["message"]
+            await producer.start()  # its side channel has another port now
+            came_back = time.monotonic()
+            while (last := await r.complete())[0] != 200:
+                assert time.monotonic() - came_back < 5, last
+                await asyncio.sleep(0.05)
+
+    run(work())
+
+
+def test_more_than_the_engines_and_the_queue_take_are_told_to_come_again() -> None:
+    async def work() -> None:
+        async with routed(engine_limit=1, queue_max=1, queue_timeout_s=0.3) as r:
+            r.producers[0].knobs.prefill_s = 1
+            asked = []
+            for _ in range(3):
+                asked.append(asyncio.create_task(r.complete()))
+                await asyncio.sleep(0.05)
+            began = time.monotonic()
+            async with r.session.post(f"{r.url}/v1/completions", json=STREAM) as response:
+                assert response.status == 503
+                assert response.headers["Retry-After"] == "1"
+            assert time.monotonic() - began < 0.2
+            statuses = [status for status, _ in await asyncio.gather(*asked)]
+            assert statuses == [200, 503, 503]  # in time; waited too long; too many wait
+            await nothing_left(r)
+
+    run(work())
+
+
+def test_a_request_ends_with_its_deadline_whatever_happens() -> None:
+    async def work() -> None:
+        async with routed(request_timeout_s=0.4) as r:
+            r.producers[0].knobs.prefill_s = 20
+            status, answer = await r.complete()
+            assert status == 504
+            assert "not answered in 0.4 s" in answer["error"]["message"]
+            await nothing_left(r)
+            await until(lambda: len(r.world.released) == 1)
+
+    run(work())
+
+
+def test_of_many_requests_with_faults_and_clients_that_leave_nothing_is_left() -> None:
+    async def work() -> None:
+        async with routed(producers=2, consumers=2, engine_limit=8) as r:
+            r.producers[0].knobs.status = 500
+
+            async def one(number: int) -> str:
+                task = asyncio.create_task(r.complete(prompt=f"p{number}", stream=number % 2 == 0))
+                if number % 5 == 0:
+                    await asyncio.sleep(0.01 * (number % 7))
+                    task.cancel()
+                    return "cut"
+                status, _ = await task
+                return str(status)
+
+            ends = await asyncio.gather(*(one(number) for number in range(100)))
+            assert set(ends) == {"200", "cut"}
+            await nothing_left(r)
+
+    run(work())
