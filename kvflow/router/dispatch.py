@@ -170,6 +170,7 @@ class Dispatcher:
     ) -> Answer:
         (place,) = await self._take(held, self._wanted(Role.DECODE, asked, tried))
         dispatch.consumer = place.engine
+        place.engine.local_at = time.monotonic()
         return await self._post(place.engine, asked, legs.local(asked.body), held)
 
     async def _push(

@@ -5,6 +5,7 @@ who has waited longest gets a place first, if it fits.
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ class Engine:
     kv_usage   share of its KV pool in use, when it was last asked.
     computed   prompt tokens that it has computed itself, as it counts them.
     turn       the data-parallel rank that was used last.
+    local_at   when a request without legs was sent to it last (monotonic).
     lost       set when it goes out: legs that have sent nothing to a client give up.
     """
 
@@ -65,6 +67,7 @@ class Engine:
     kv_usage: float = 0.0
     computed: float = 0.0
     turn: int = 0
+    local_at: float = -math.inf
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
     def next_rank(self) -> tuple[Address, int | None]:

@@ -6,6 +6,7 @@ double; until then nothing is sent to it.
 """
 
 import asyncio
+import time
 
 import aiohttp
 import structlog
@@ -16,6 +17,8 @@ from kvflow.router.meeting import MeetingError, Meetings
 from kvflow.router.scrape import COMPUTED, COMPUTED_HERE, USAGE, samples
 
 MISSES_MAX = 2
+_LOCAL_S = 60.0
+"""So long after a request without legs, computed tokens may be its."""
 
 
 class Watch:
@@ -29,6 +32,7 @@ class Watch:
         self._meetings = meetings
         self._config = config
         self._tasks: list[asyncio.Task[None]] = []
+        self._looked_at: set[str] = set()
         self._suspected = {engine.url: asyncio.Event() for engine in fleet.engines}
         self._log = structlog.get_logger("kvflow.router")
 
@@ -120,10 +124,21 @@ class Watch:
             return Missed(f"does not answer: {type(error).__name__}")
         try:
             engine.kv_usage = max(samples(text, USAGE), default=0.0)
-            engine.computed = sum(samples(text, COMPUTED, source=COMPUTED_HERE))
+            self._note_computed(engine, sum(samples(text, COMPUTED, source=COMPUTED_HERE)))
         except ValueError as error:
             return Missed(f"has no readable /metrics: {error}")
         return None
+
+    def _note_computed(self, engine: Engine, computed: float) -> None:
+        """Warns when a decode engine computes prompts although all of them had legs."""
+        is_first = engine.url not in self._looked_at
+        self._looked_at.add(engine.url)
+        tokens, engine.computed = computed - engine.computed, computed
+        had_legs = time.monotonic() - engine.local_at > _LOCAL_S
+        if engine.role is Role.DECODE and not is_first and tokens > 0 and had_legs:
+            self._log.warning(
+                "KV was asked for, but computed locally", engine=engine.url, tokens=round(tokens)
+            )
 
 
 class Missed:

@@ -79,6 +79,7 @@ class Knobs:
     breaks_after: int | None = None
     hangs: bool = False
     kv_usage: float = 0.0
+    computed: int = 7
 
 
 class FakeEngine:
@@ -169,7 +170,8 @@ class FakeEngine:
         ]
         return web.Response(
             text="".join(usage)
-            + 'vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} 7\n'
+            + 'vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} '
+            f"{self.knobs.computed}\n"
         )
 
     async def _tokenize(self, request: web.Request) -> web.Response:

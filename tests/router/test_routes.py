@@ -197,6 +197,26 @@ def test_health_and_metrics_say_how_each_engine_is() -> None:
     run(work())
 
 
+def test_prompts_that_a_decode_engine_computes_although_they_had_legs_are_warned_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def work() -> None:
+        async with routed() as r:
+            await r.complete()
+            await asyncio.sleep(0.3)
+            r.consumers[0].knobs.computed += 500
+            await asyncio.sleep(0.3)
+            await r.complete(n=2)
+            await asyncio.sleep(0.2)
+            r.consumers[0].knobs.computed += 300  # those of the request without legs, maybe
+            await asyncio.sleep(0.3)
+
+    run(work())
+    said = [line for line in capsys.readouterr().out.splitlines() if "computed locally" in line]
+    assert len(said) == 1
+    assert "500" in said[0]
+
+
 def test_the_client_s_headers_reach_both_legs() -> None:
     async def work() -> None:
         async with routed() as r:
