@@ -85,12 +85,12 @@ def test_a_producer_killed_before_it_writes_fails_its_loads_in_time(healed: Trio
             lambda: (
                 all(
                     trio.traces.reached(PRODUCER, s.transfer_id, "registered")
-                    and trio.traces.reached(s.consumer, s.transfer_id, "registered")
+                    and trio.traces.reached(s.consumer, s.transfer_id, trio.way.waiting)
                     for s in computed
                 )
                 and all(
                     trio.traces.reached(PRODUCER, str(naming.transfer_id), "held")
-                    and trio.traces.reached(name, str(naming.transfer_id), "registered")
+                    and trio.traces.reached(name, str(naming.transfer_id), trio.way.waiting)
                     for name, naming in held.items()
                 )
             ),
@@ -103,7 +103,9 @@ def test_a_producer_killed_before_it_writes_fails_its_loads_in_time(healed: Trio
             for name, naming in finished.items()
         }
         for each in computed:
-            assert not trio.traces.reached(PRODUCER, each.transfer_id, "transferring", "sent")
+            assert not trio.traces.reached(
+                PRODUCER, each.transfer_id, "transferring", "lent", "sent"
+            )
             await each.exchange
             trio.assert_failed_as_configured(each.consumer, each.prompt, each.decode)
         assert (

@@ -24,6 +24,11 @@ class Way(StrEnum):
         return EXTRA[self]
 
     @property
+    def waiting(self) -> str:
+        """The consumer's state when the producer has its registration, and nothing is moved yet."""
+        return "expecting" if self is Way.PULL else "registered"
+
+    @property
     def moving(self) -> tuple[str, ...]:
         """The producer's states while the KV moves."""
         return ("lent",) if self is Way.PULL else ("streaming", "transferring")
