@@ -170,7 +170,7 @@ async def demo_routed(directory: Path, model: Path, notes: Console, *, as_json: 
         consumers = [each.url for each in engines.consumers]
         async with router(producers, consumers, directory / "router.log") as running:
             with notes.status("sending requests; a producer will be killed"):
-                answers = await _send(session, running, engines.producers[-1], asked)
+                answers = await send_and_kill(session, running, engines.producers[-1], asked)
     lines = list(running.lines())
     wrong = [
         f"request {number}: {answer.error or 'other tokens'}"
@@ -192,7 +192,7 @@ async def demo_routed(directory: Path, model: Path, notes: Console, *, as_json: 
     return 1 if wrong else 0
 
 
-async def _send(
+async def send_and_kill(
     session: aiohttp.ClientSession,
     running: Router,
     victim: Engine,

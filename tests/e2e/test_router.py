@@ -23,7 +23,7 @@ from rich.console import Console
 
 from kvflow.demo.engines import SERVED_MODEL
 from kvflow.demo.model import tiny_model
-from kvflow.demo.routed import Answered, Served, chat, chats, served
+from kvflow.demo.routed import Answered, Served, chat, chats, send_and_kill, served
 from kvflow.demo.router import Router, router
 from kvflow.demo.traces import read_journeys
 
@@ -288,3 +288,26 @@ def test_vllms_own_load_generator_runs_through_the_router(routed: Routed) -> Non
     outcomes = {line["outcome"] for line in routed.log(since)}
     assert outcomes == {"answered"}
     run(empty(routed))
+
+
+def test_a_producer_that_is_killed_in_the_middle_fails_no_request(routed: Routed) -> None:
+    """The last test: it takes one of the engines away."""
+
+    async def work() -> None:
+        asked = chats(24, seed=29)
+        survivor, victim = routed.engines.producers
+        since = len(routed.log())
+        async with session() as client:
+            alone = [await chat(client, survivor.url, each, tokens=TOKENS) for each in asked]
+            answers = await send_and_kill(client, routed.router, victim, asked)
+            async with client.get(f"{routed.router.url}/health") as response:
+                health = await response.json()
+        assert [a.error for a in answers] == [None] * len(asked)
+        assert [a.tokens for a in answers] == [a.tokens for a in alone]
+        lines = routed.log(since)
+        again = sum(line["dispatches"] > 1 for line in lines)
+        print(f"measured: {again} of {len(lines)} dispatched again")
+        assert {line["producer"] for line in lines} == {survivor.url, victim.url}
+        assert [each["up"] for each in health["engines"]] == [True, False, True]
+
+    run(work())
