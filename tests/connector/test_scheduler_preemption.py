@@ -135,7 +135,7 @@ def test_the_end_of_a_request_is_told_so_that_nothing_is_kept_for_it(
     landed(half, request)
     if preempt:
         preempted(half, request)
-    assert finish(half, request) == (False, None)
+    assert finish(half, request)[0] is False
     assert step(half) == (ev.RequestEnded(request_id=R),)
     assert not half._asked
 

@@ -27,7 +27,7 @@ from kvflow.core.urgency import of_population
 def test_what_is_waited_for_says_how_soon_to_look(
     states: tuple[str, ...], urgency: Urgency
 ) -> None:
-    population = dict.fromkeys(map(str.split, states), 1)
+    population = {tuple(each.split()): 1 for each in states}
     over = {("producer", "transferring"): 0, ("consumer", "reading"): 0}
     assert of_population({**over, **population}) is urgency
 
