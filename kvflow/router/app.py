@@ -1,7 +1,7 @@
 """The HTTP side that clients see.
 
-Completions go through `Dispatcher`; `/health`, `/metrics` and `/v1/models` are answered here; all
-else is passed to a decode engine as it is. Errors have the shape that OpenAI's clients know.
+Completions go through `Dispatcher`; `/health` and `/metrics` are answered here; all else is passed
+to a decode engine as it is. Errors have the shape that OpenAI's clients know.
 """
 
 import asyncio

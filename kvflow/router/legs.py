@@ -21,7 +21,7 @@ Body = Mapping[str, Any]
 _ONE_ONLY = ("n", "best_of", "num_beams")
 _NEEDS_PROMPT_COMPUTED = ("prompt_logprobs", "echo")
 _TEXT_PARTS = {"text", "refusal"}
-_LENGTH_KEYS = ("max_completion_tokens", "min_tokens", "stream_options", "use_beam_search")
+_LENGTH_KEYS = ("max_completion_tokens", "min_tokens", "stream_options")
 
 
 def why_local(path: str, body: Body) -> str | None:

@@ -80,17 +80,17 @@ class Meetings:
         )
 
     async def _consumer(self, engine: Engine, producer: Engine) -> Met:
+        met = producer.met  # it may go out meanwhile
+        assert met is not None
+        assert met.address is not None
         models = await self._models(engine)
-        assert producer.met is not None
-        if models.keys() != producer.met.models.keys():
-            ours, theirs = ", ".join(sorted(models)), ", ".join(sorted(producer.met.models))
+        if models.keys() != met.models.keys():
+            ours, theirs = ", ".join(sorted(models)), ", ".join(sorted(met.models))
             raise ValueError(f"serves {ours}, but {producer.url} serves {theirs}")
         transfer_id = new_transfer_id()
         model = next(iter(models))
-        passed_on = await self._prefill(producer, model, transfer_id, producer.met.ranks)
-        assert producer.met.address is not None
-        address = producer.met.address
-        body = legs.decode_leg(_probe(model), transfer_id, address, passed_on)
+        passed_on = await self._prefill(producer, model, transfer_id, met.ranks)
+        body = legs.decode_leg(_probe(model), transfer_id, met.address, passed_on)
         answer = await upstream.post(self._session, engine, legs.COMPLETIONS, body, {})
         told = _of_kvflow(upstream.json_of(answer).get("kv_transfer_params"))
         if told is None:
