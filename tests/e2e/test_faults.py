@@ -84,13 +84,13 @@ def test_a_producer_killed_before_it_writes_fails_its_loads_in_time(healed: Trio
         await until(
             lambda: (
                 all(
-                    trio.traces.reached(PRODUCER, s.transfer_id, "registered")
-                    and trio.traces.reached(s.consumer, s.transfer_id, trio.way.waiting)
+                    trio.traces.reached(PRODUCER, s.transfer_id, "registered", "streaming")
+                    and trio.traces.reached(s.consumer, s.transfer_id, *trio.way.waiting)
                     for s in computed
                 )
                 and all(
                     trio.traces.reached(PRODUCER, str(naming.transfer_id), "held")
-                    and trio.traces.reached(name, str(naming.transfer_id), trio.way.waiting)
+                    and trio.traces.reached(name, str(naming.transfer_id), *trio.way.waiting)
                     for name, naming in held.items()
                 )
             ),

@@ -177,7 +177,7 @@ def test_a_load_whose_prefill_is_refused_ends(small: Trio, has_router: bool) -> 
             transfer_id = str(naming.transfer_id)
             if has_router:
                 await until(
-                    lambda: small.traces.reached(FAILS, transfer_id, small.way.waiting),
+                    lambda: small.traces.reached(FAILS, transfer_id, *small.way.waiting),
                     within_s=10,
                     what="the registration",
                 )

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Coroutine, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,8 +222,11 @@ def resident_mb(routed: Routed) -> float:
 
 
 def open_sockets(routed: Routed) -> int:
-    directory = Path(f"/proc/{routed.router.process.pid}/fd")
-    return sum("socket:" in str(each.readlink()) for each in directory.iterdir())
+    count = 0
+    for each in Path(f"/proc/{routed.router.process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since it was listed
+            count += "socket:" in str(each.readlink())
+    return count
 
 
 @pytest.mark.parametrize("which", ["example proxy", "vllm-router"])

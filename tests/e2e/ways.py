@@ -24,9 +24,12 @@ class Way(StrEnum):
         return EXTRA[self]
 
     @property
-    def waiting(self) -> str:
-        """The consumer's state when the producer has its registration, and nothing is moved yet."""
-        return "expecting" if self is Way.PULL else "registered"
+    def waiting(self) -> tuple[str, ...]:
+        """The consumer's states, one of them, when the producer has its registration and computes.
+
+        A stretch may be complete by then, and its write have begun.
+        """
+        return WAITING[self]
 
     @property
     def moving(self) -> tuple[str, ...]:
@@ -43,6 +46,12 @@ EXTRA: Mapping[Way, Mapping[str, float | str]] = {
     Way.STREAMED: {"stream": "on"},
     Way.PUSH: {"stream": "off"},
     Way.PULL: {"mode": "pull"},
+}
+
+WAITING: Mapping[Way, tuple[str, ...]] = {
+    Way.STREAMED: ("registered", "transferring"),
+    Way.PUSH: ("registered",),
+    Way.PULL: ("expecting",),
 }
 
 CHOSEN = [Way(name) for name in os.environ.get("KVFLOW_WAYS", "streamed").split(",")]
