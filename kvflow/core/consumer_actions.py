@@ -56,7 +56,7 @@ def _meet(record: C, turn: Turn) -> None:
     turn.follow_ups.append(Wanted(address=record.address, request_id=record.request_id))
 
 
-def register_with(record: C, rank: Rank, turn: Turn) -> None:
+def register_with(record: C, rank: Rank, turn: Turn, *, again: bool) -> None:
     agent = record.agents[rank]
     write_until_s = None if record.reads else turn.write_until(agent)
     if write_until_s is None and not record.reads:
@@ -76,6 +76,10 @@ def register_with(record: C, rank: Rank, turn: Turn) -> None:
         reads=record.reads is not None,
     )
     turn.send(agent, register)
+    if again:
+        turn.tally.resent += 1
+    else:
+        turn.tally.sent += 1
 
 
 def cancel_unsettled(record: C, turn: Turn) -> None:
@@ -215,7 +219,7 @@ def give_up_rival(record: C, event: object, turn: Turn) -> None:
 def register(record: C, event: PeerMet, turn: Turn) -> None:
     record.agents.update(event.agents)
     for rank in sorted(record.agents):
-        register_with(record, rank, turn)
+        register_with(record, rank, turn, again=False)
     turn.arm(resend_key(record), turn.timings.register_resend_s)
     rest_s = record.born + turn.timings.load_deadline_s - turn.now
     turn.arm(deadline_key(record), max(rest_s, 0.0))
@@ -276,7 +280,7 @@ def note_answer(record: C, event: FromRank, turn: Turn) -> None:
     if event.standing is Standing.TRANSFERRING:
         record.writing.add(event.rank)
     if event.rank in record.blind:
-        register_with(record, event.rank, turn)
+        register_with(record, event.rank, turn, again=True)
 
 
 def note_stopping(record: C, event: FromRank, turn: Turn) -> None:
@@ -323,7 +327,7 @@ def retry(record: C, event: FromRank, turn: Turn) -> None:
     record.retries += 1
     record.answered.discard(event.rank)
     record.writing.discard(event.rank)
-    register_with(record, event.rank, turn)
+    register_with(record, event.rank, turn, again=False)
     turn.arm(resend_key(record), turn.timings.register_resend_s)
 
 
@@ -347,7 +351,7 @@ def fail_drained(record: C, event: FromRank, turn: Turn) -> None:
 
 def resend_register(record: C, event: object, turn: Turn) -> None:
     for rank in sorted(record.agents.keys() - record.answered):
-        register_with(record, rank, turn)
+        register_with(record, rank, turn, again=True)
     turn.arm(resend_key(record), turn.timings.register_resend_s)
 
 

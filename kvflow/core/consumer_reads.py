@@ -226,7 +226,7 @@ def note_word(record: C, event: FromRank, turn: Turn) -> None:
     """It says that there is something to be read, but what it said of it was lost: ask again."""
     record.answered.add(event.rank)
     if event.standing is Standing.READABLE and event.rank not in _of(record).said:
-        register_with(record, event.rank, turn)
+        register_with(record, event.rank, turn, again=True)
 
 
 def take_offer(record: C, event: FromRank, turn: Turn) -> None:
@@ -267,7 +267,7 @@ def fail_read(record: C, event: ReadFailed, turn: Turn) -> None:
 def resend(record: C, event: object, turn: Turn) -> None:
     silent, unconfirmed = _unanswered(record)
     for rank in sorted(silent):
-        register_with(record, rank, turn)
+        register_with(record, rank, turn, again=True)
     for rank in sorted(unconfirmed):
         _tell_fetched(record, rank, turn)
     _insist(record, turn)

@@ -33,6 +33,7 @@ from kvflow.core.peer import PeerRecord, Tick
 from kvflow.core.reasons import Reason
 from kvflow.core.records import Records
 from kvflow.core.table import Table
+from kvflow.core.tally import Tally
 from kvflow.core.timings import Timings
 from kvflow.core.turn import FollowUp, PeerGone, PeerMet, RenewalDue, Turn, Wanted
 from kvflow.core.urgency import Urgency, of_population
@@ -46,15 +47,20 @@ class Engine:
     """The state of all transfers of one worker.
 
     prompt_tokens_max  tokens of the longest prompt that vLLM takes here; None: any.
+    tally              where what happens is counted; it may outlive this engine.
     """
 
     def __init__(
-        self, timings: Timings | None = None, prompt_tokens_max: int | None = None
+        self,
+        timings: Timings | None = None,
+        prompt_tokens_max: int | None = None,
+        tally: Tally | None = None,
     ) -> None:
         self.timings = timings or Timings()
         self.prompt_tokens_max = prompt_tokens_max
         self.ledger = Ledger()
-        self.records = Records()
+        self.tally = tally or Tally()
+        self.records = Records(self.tally)
         self._handlers: dict[type, Callable[[Any, Turn], None]] = {
             ev.PrefillStarted: self._prefill,
             ev.PrefillPreempted: self._prefill,
@@ -145,6 +151,7 @@ class Engine:
             ledger=self.ledger,
             deadlines=self.records.deadlines,
             clocks=self.records.clocks,
+            tally=self.tally,
             prompt_tokens_max=self.prompt_tokens_max,
         )
 

@@ -206,7 +206,9 @@ def _drop(record: R, turn: Turn, detail: str) -> None:
 
 def lose(record: R, event: Tick, turn: Turn) -> None:
     """The transfers are told by the engine, which knows them."""
-    rank = _silent(record, event, turn)[0]
+    silent = _silent(record, event, turn)
+    turn.tally.misses += len(silent)
+    rank = silent[0]
     detail = f"{rank} was silent for {record.misses[rank]} renewals"
     turn.follow_ups.append(PeerGone(agent=record.agents[rank], detail=detail))
     turn.arm(_deadline_key(record), turn.timings.renew_interval_s)
@@ -224,6 +226,7 @@ def drop(record: R, event: object, turn: Turn) -> None:
 def renew(record: R, event: Tick, turn: Turn) -> None:
     assert record.address is not None
     if record.using:
+        turn.tally.misses += len(record.misses.keys() & event.awaited)
         record.misses = {rank: record.misses.get(rank, 0) + 1 for rank in event.awaited}
         turn.follow_ups.append(RenewalDue(address=record.address))
         turn.arm(_deadline_key(record), turn.timings.renew_interval_s)

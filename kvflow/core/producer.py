@@ -105,6 +105,7 @@ class ProducerRecord(Record):
                  request's, as far as `tokens`.
     posted       the open write, if there is one, is complete up to this token.
     written      what lies before this token has been written to the registered consumer.
+    is_counted   the fate of the registration is in the tally.
     kept_until   once it was written, its blocks are kept until then, however often it is written.
     settled      peer -> highest attempt of which it was told, or could be told, that nothing can
                  land any more; a later-arriving registration of such an attempt is stale.
@@ -129,6 +130,7 @@ class ProducerRecord(Record):
     failures: int = 0
     retry_of: tuple[AgentName, int] | None = None
     kept_until: float | None = None
+    is_counted: bool = False
 
     @property
     def prefill(self) -> str:

@@ -15,6 +15,7 @@ from kvflow.core.effects import Moved
 from kvflow.core.peer import PeerRecord
 from kvflow.core.producer import ProducerRecord
 from kvflow.core.table import Table
+from kvflow.core.tally import Tally
 from kvflow.core.turn import Turn
 from kvflow.ids import Address, AgentName, PartId, Rank, RequestId, TransferId, part_id
 
@@ -35,7 +36,8 @@ class Records:
     engine_of  agent name -> the met engine that it belongs to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tally: Tally) -> None:
+        self.tally = tally
         self.producers: dict[PartId, ProducerRecord] = {}
         self.part_counts: dict[TransferId, int] = {}
         self.consumers: dict[RequestId, ConsumerRecord] = {}
@@ -129,6 +131,7 @@ class Records:
     def _fire(self, table: Table, record: Any, trigger: str, event: Any, turn: Turn) -> None:
         source = record.state
         table.fire(record, trigger, event, turn)
+        self.tally.took(table, record, trigger, source)
         if record.state == source:
             return
         spent = (turn.now - record.since) * 1000
@@ -148,6 +151,8 @@ class Records:
     def fire_producer(self, record: ProducerRecord, trigger: str, event: Any, turn: Turn) -> None:
         before = record.registration
         self._fire(producer_table.TABLE, record, trigger, event, turn)
+        over = record.state in producer_table.TABLE.terminal
+        self.tally.registered(record, trigger, before, over=over)
         self._bury(producer_table.TABLE, record, (producer.NAME, record.part))
         for registration in (before, record.registration):
             worker = self.workers.get(registration.peer) if registration else None

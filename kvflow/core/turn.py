@@ -9,6 +9,7 @@ from kvflow.core.effects import Effect, SendNotice
 from kvflow.core.ledger import Ledger
 from kvflow.core.notices import Notice
 from kvflow.core.reasons import Reason
+from kvflow.core.tally import Tally
 from kvflow.core.timings import Timings
 from kvflow.ids import Address, AgentName, Rank, RequestId
 
@@ -78,6 +79,7 @@ class Turn:
     ledger: Ledger
     deadlines: Deadlines
     clocks: Clocks
+    tally: Tally
     prompt_tokens_max: int | None = None
     effects: list[Effect] = field(default_factory=list)
     follow_ups: list[FollowUp] = field(default_factory=list)

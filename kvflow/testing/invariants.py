@@ -8,13 +8,14 @@ S5  each request is reported at most once per direction, and only while vLLM wai
 S6  a load that is reported received holds exactly the right content, and keeps it. (That a READ
     counts only if its producer held the blocks until it was over, S8, is part of that here.)
 S7  nothing lands in a block of another transfer than the one that is written.
+T4  of what is counted, every start has one end, and every registration received one fate.
 L1  once the faults stop, everything ends in bounded time, and every table is empty in the end.
 """
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from kvflow.core import consumer
+from kvflow.core import TABLES, consumer
 from kvflow.core.ledger import Block
 from kvflow.core.notices import Blocks
 from kvflow.ids import ATTEMPT_STRIDE, RequestId, transfer_of
@@ -195,7 +196,33 @@ def books_agree(node: "Node") -> None:
             counted[machine, record.state] = counted.get((machine, record.state), 0) + 1
     kept = {pair: count for pair, count in records.population.items() if count}
     _check(kept == counted, "books", f"{node.agent}: population {kept}, but {counted}")
+    counts_agree(node)
     for engine in records.engines.values():
         for key in engine.using:
             asking = records.consumers[RequestId(key)].state in consumer.ASKING
             _check(asking, "books", f"{node.agent}: {key} uses {engine.key}, but asks nothing")
+
+
+def counts_agree(node: "Node") -> None:
+    """T4: every start has one end, and every registration that was received one fate."""
+    records, tally = node.engine.records, node.engine.tally
+    for table in TABLES:
+        if not table.terminal:
+            continue
+        over = table.terminal | {table.initial, "forgotten"}
+        live = sum(
+            count
+            for (machine, state), count in records.population.items()
+            if machine == table.name and state not in over
+        )
+        ended = sum(count for (name, _, _), count in tally.ended.items() if name == table.name)
+        said = f"{node.agent}: of {table.name}: {tally.started[table.name]}, {ended}, {live}"
+        _check(tally.started[table.name] == ended + live, "T4", said)
+    pending = [
+        record
+        for record in records.producers.values()
+        if record.registration is not None and not record.is_counted
+    ]
+    settled = sum(tally.registrations.values())
+    said = f"{node.agent}: {tally.received} registrations, {tally.registrations}, {len(pending)}"
+    _check(tally.received == settled + len(pending), "T4", said)
