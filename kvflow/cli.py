@@ -59,11 +59,12 @@ def states(
     ] = None,
     write: Annotated[
         Path | None,
-        typer.Option(help="Write states.md, diagrams/*.mmd and settings.md into this directory."),
+        typer.Option(help="Write the generated documents into this directory."),
     ] = None,
 ) -> None:
     """Print the state machines, drawn from the tables that run."""
     from kvflow.core import TABLES
+    from kvflow.observe import metrics as metrics_documents
     from kvflow.observe import settings as settings_documents
     from kvflow.observe import states as documents
 
@@ -78,6 +79,7 @@ def states(
             path = write / "diagrams" / f"{table.name}.mmd"
             path.write_text(documents.as_mermaid(table), encoding="utf-8")
         (write / "settings.md").write_text(settings_documents.as_markdown(), encoding="utf-8")
+        (write / "metrics.md").write_text(metrics_documents.as_markdown(), encoding="utf-8")
         return
     match output_format:
         case StatesFormat.JSON:

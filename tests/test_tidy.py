@@ -67,7 +67,7 @@ LAYERS = {
         own=frozenset(
             {"io", "core", "layout", "observe", "settings", "ids", "errors", "connector"}
         ),
-        others=frozenset({"numpy", "msgspec", "structlog", "torch", "vllm"}),
+        others=frozenset({"numpy", "msgspec", "structlog", "torch", "vllm", "prometheus_client"}),
     ),
     "router": Layer(
         own=frozenset({"router", "io", "wire", "ids", "errors"}),

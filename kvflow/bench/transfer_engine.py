@@ -34,6 +34,7 @@ from kvflow.io.port import PostState
 from kvflow.io.side_channel import SideChannel
 from kvflow.io.transfer_loop import TransferLoop
 from kvflow.layout import Int64s, Region, Runs
+from kvflow.observe.observer import Carried
 from kvflow.settings import Settings
 
 WAIT_S = 60.0
@@ -102,6 +103,9 @@ class Notes:
     def moved(self, moved: Moved) -> None:
         if moved.machine == "producer":
             self.states[moved.key] = moved.dest
+
+    def carried(self, carried: Carried) -> None:
+        """Not kept."""
 
     def ignored(self, kind: str, key: str) -> None:
         """Not kept."""

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     CopyBlocksOp,
     KVConnectorBase_V1,
@@ -13,14 +14,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvflow.connector.account import Account
 from kvflow.connector.groups import groups_of, transferred
 from kvflow.connector.metadata import StepEvents, WorkerHello
 from kvflow.connector.scheduler import SchedulerHalf
+from kvflow.connector.stats import KVFlowPromMetrics, KVFlowStats
 from kvflow.connector.supported import check_supported
 from kvflow.connector.worker import WorkerHalf
 from kvflow.io.seal import from_file
+from kvflow.observe import trace
+from kvflow.observe.metrics import SCHEDULER
 from kvflow.settings import parse
 
 if TYPE_CHECKING:
@@ -55,9 +64,15 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         check_supported(vllm_config, kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._account: Account | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(
-                vllm_config, transfer.engine_id, settings, groups_of(kv_cache_config), seal
+            groups = groups_of(kv_cache_config)
+            self._scheduler = SchedulerHalf(vllm_config, transfer.engine_id, settings, groups, seal)
+            self._account = Account(
+                groups=groups,
+                recomputes=transfer.kv_load_failure_policy == "recompute",
+                randomized=not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION,
+                trace=trace.from_environment(transfer.engine_id, SCHEDULER),
             )
         else:
             self._worker = WorkerHalf(
@@ -76,7 +91,15 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None
         return self._worker
 
+    @property
+    def account(self) -> Account:
+        """What the scheduler sees, counted; a bug of the caller's in a worker."""
+        assert self._account is not None
+        return self._account
+
     def shutdown(self) -> None:
+        if self._account is not None:
+            self._account.close()
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:
@@ -85,32 +108,39 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler ---------------------------------------------------------------------------------
 
     def on_new_request(self, request: "Request") -> None:
+        self.account.arrived(request)
         self.scheduler.arrived(request)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self.scheduler.tokens_to_load(request, num_computed_tokens)
+        count, loads = self.scheduler.tokens_to_load(request, num_computed_tokens)
+        self.account.asked(request, num_computed_tokens, count)
+        return count, loads
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
+        self.account.allocated(request, num_external_tokens)
         self.scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        self.account.stepped(scheduler_output)
         return self.scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        self.account.reported(connector_output)
         self.scheduler.reported(connector_output)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler.finished(request, (block_ids,))
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        self.account.finished(request)
         return self.scheduler.finished(request, block_ids)
 
     @classmethod
@@ -173,6 +203,28 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self.worker.take_changed_hello()
+
+    # -- metrics -----------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        reading = self._worker.read() if self._worker is not None else self.account.read()
+        return KVFlowStats.of(reading) if reading else None
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        return KVFlowStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return KVFlowPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # -- sleep mode (vLLM 0.33) --------------------------------------------------------------------
 

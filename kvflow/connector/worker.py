@@ -1,5 +1,6 @@
 """The worker half: hands step events to the loop thread, and its reports to vLLM."""
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,8 @@ from kvflow.io.nixl_port import NixlPort
 from kvflow.io.seal import Seal
 from kvflow.io.transfer_loop import TransferLoop
 from kvflow.observe.log import get_logger
+from kvflow.observe.meter import Meter
+from kvflow.observe.metrics import Reading
 from kvflow.observe.trace import from_environment
 from kvflow.observe.watch import Watch
 from kvflow.settings import Settings
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
 
 
 _REST_FIRST_MS = 1.0
+_READ_S = 0.25
+"""So often counts are read while steps are made, and whenever a transfer has ended: an engine that
+has nothing left to do makes no further step."""
 _REST_MOST_MS = 1000.0
 """Far above any sensible `idle_wait_ms`."""
 
@@ -63,11 +69,15 @@ class WorkerHalf:
         self._changed_hello: bytes | None = None
         fields = {"engine": engine_id[:8], "rank": str(self._rank)}
         self._log = get_logger("worker", **fields)
+        meter = Meter(str(self._rank))
+        self._read_at = 0.0
+        self._has_news = False
         self.loop = TransferLoop(
             settings=settings,
             seal=seal,
             make_port=self._make_port,
-            observer=Watch(from_environment(engine_id, self._rank), **fields),
+            observer=Watch(from_environment(engine_id, self._rank), meter, **fields),
+            meter=meter,
             name=f"kvflow-{self._rank}",
         )
         loops_here[engine_id] = self.loop
@@ -197,6 +207,7 @@ class WorkerHalf:
         sent, received = self.loop.outbox.take()
         if sent or received:
             self._rest_ms = _REST_FIRST_MS
+            self._has_news = True
         if self._staging is not None:
             for request_id, reason in received:
                 self._staging.arrived(request_id, complete=reason is None)
@@ -205,3 +216,11 @@ class WorkerHalf:
             finished_recving={request_id for request_id, _ in received},
             failed_recving={request_id for request_id, reason in received if reason},
         )
+
+    def read(self) -> Reading | None:
+        """What has changed in the counts since the last reading, if it is time for one."""
+        now = time.monotonic()
+        if not self._has_news and now - self._read_at < _READ_S:
+            return None
+        self._has_news, self._read_at = False, now
+        return self.loop.read_meter()

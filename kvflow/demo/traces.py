@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 Machine: TypeAlias = Literal["producer", "consumer"]
 
 TRACE_SUFFIX = ".ndjson"
-_VERSION = 1
+_VERSIONS = (1, 2)
 _OVER = frozenset({"received", "kept", "sent", "failed", "released", "forgotten"})
 
 
@@ -154,7 +154,7 @@ def _parse(data: bytes) -> Iterable[Transition]:
     finished, _, _ = data.rpartition(b"\n")
     for line in finished.splitlines():
         fields = json.loads(line)
-        if fields["v"] != _VERSION or fields["machine"] not in ("producer", "consumer"):
+        if fields["v"] not in _VERSIONS or fields["machine"] not in ("producer", "consumer"):
             continue
         yield Transition(
             at=float(fields["t"]),

@@ -33,6 +33,7 @@ from kvflow.core.effects import (
     StopWrite,
 )
 from kvflow.core.notices import FROM_CONSUMER, Notice
+from kvflow.core.tally import Tally
 from kvflow.errors import (
     IncompatiblePeersError,
     KVFlowError,
@@ -44,30 +45,15 @@ from kvflow.ids import Address, AgentName, Incarnation, Rank, RequestId
 from kvflow.io.coordinates import Identity, rank_of
 from kvflow.io.port import Port
 from kvflow.io.seal import Seal
-from kvflow.io.writes import Transfer, blocks_of
+from kvflow.io.writes import Ended, Transfer, blocks_of
 from kvflow.layout import Pairing, slices
+from kvflow.observe.observer import Carried, Observer
 from kvflow.settings import Settings
 from kvflow.wire import codec
 from kvflow.wire import messages as m
 
 _PINNED = frozenset({"prefilled", "transferring", "lent", "draining", "kept"})
 """States of a producer's record in which vLLM waits for `ReportSent`."""
-
-
-class Observer(Protocol):
-    """What happens, for logs, traces and metrics."""
-
-    def moved(self, moved: Moved) -> None:
-        """A record took a row."""
-
-    def ignored(self, kind: str, key: str) -> None:
-        """Something was ignored, by kind."""
-
-    def refused(self, kind: str, detail: str) -> None:
-        """A peer, or a message of one, was refused."""
-
-    def failed(self, what: str, error: BaseException) -> None:
-        """A bug of ours."""
 
 
 class Results(Protocol):
@@ -100,8 +86,9 @@ class Driver:
         results: Results,
         observer: Observer,
         seal: Seal | None = None,
+        tally: Tally | None = None,
     ) -> None:
-        self.engine = Engine(settings.timings, identity.prompt_tokens_max)
+        self.engine = Engine(settings.timings, identity.prompt_tokens_max, tally)
         self.identity = identity
         self._port = port
         self._settings = settings
@@ -316,7 +303,7 @@ class Driver:
 
     def _post(self, order: PostWrite | PostRead) -> None:
         """Plan a write or read; its first slice leaves with the next `_advance`."""
-        transfer = Transfer(order=order, rest=iter(()))
+        transfer = Transfer(order=order, rest=iter(()), began=self._clock())
         try:
             planned = self._pairing(order).plan(blocks_of(order))
         except Exception as error:
@@ -330,6 +317,7 @@ class Driver:
                 for runs in planned
                 for piece in slices(runs, settings.post_bytes_max, settings.post_runs_max)
             )
+        transfer.plan_s = self._clock() - transfer.began
         self._transfers.append(transfer)
 
     def _pairing(self, order: PostWrite | PostRead) -> Pairing:
@@ -356,7 +344,23 @@ class Driver:
                 continue
             if answer is not None:
                 self._transfers.remove(transfer)
+                self._observer.carried(self._carried(transfer, answer))
                 self._turn(answer)
+
+    def _carried(self, transfer: Transfer, answer: Ended) -> Carried:
+        """What became of a write or read, named as its record is."""
+        order, records, at = transfer.order, self.engine.records, self._clock()
+        if isinstance(order, PostRead):
+            load = records.consumers.get(order.request_id)
+            key, attempt = (load.transfer_id, load.attempt) if load else ("", 0)
+            return transfer.carried(
+                answer, at, key=key, attempt=attempt, request_id=order.request_id
+            )
+        prefill = records.producers.get(order.part)
+        request_id = prefill.request_id if prefill else None
+        return transfer.carried(
+            answer, at, key=order.part, attempt=order.attempt, request_id=request_id
+        )
 
     def _may_post(self, transfer: Transfer) -> bool:
         order = transfer.order

@@ -25,9 +25,14 @@ _TICKS_BYTES = 8
 
 
 class PollTimer:
-    """Calls `callback` in `loop` each `interval` seconds while armed. Made disarmed."""
+    """Calls `callback` in `loop` each `interval` seconds while armed. Made disarmed.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    callback  is given the seconds by which it comes too late: of the ticks that were missed.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, callback: Callable[[float], object]
+    ) -> None:
         self._loop = loop
         self._callback = callback
         self._interval_ns = 0
@@ -60,11 +65,11 @@ class PollTimer:
         if self._fd < 0:
             return
         try:
-            os.read(self._fd, _TICKS_BYTES)
+            ticks = int.from_bytes(os.read(self._fd, _TICKS_BYTES), sys.byteorder)
         except BlockingIOError:
             # Disarmed or re-armed between the loop's wake-up and this call.
             return
-        self._callback()
+        self._callback((ticks - 1) * self._interval_ns / _NS_PER_S)
 
 
 if sys.version_info >= (3, 13):

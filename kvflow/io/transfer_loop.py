@@ -19,13 +19,16 @@ from kvflow.core import events as ev
 from kvflow.errors import KVFlowError, TransportError
 from kvflow.ids import Address
 from kvflow.io.coordinates import Identity
-from kvflow.io.driver import Driver, Observer
+from kvflow.io.driver import Driver
 from kvflow.io.gates import Gates, Ready
 from kvflow.io.port import Port
 from kvflow.io.seal import Seal
 from kvflow.io.side_channel import meet
 from kvflow.io.thread import LoopThread, Outbox
 from kvflow.io.timer import PollTimer
+from kvflow.observe.meter import Meter
+from kvflow.observe.metrics import Reading
+from kvflow.observe.observer import Observer
 from kvflow.settings import Settings
 from kvflow.wire import codec
 from kvflow.wire import messages as m
@@ -42,6 +45,7 @@ class TransferLoop:
     """Starts with `open`, ends with `close`; between them `submit`.
 
     make_port   called in the loop thread, so that the agent is born where it lives.
+    meter       where this worker's counts are kept.
     model_runs  set by vLLM's thread: it computes a step, and takes no report before its end.
     """
 
@@ -52,6 +56,7 @@ class TransferLoop:
         make_port: Callable[[Identity], Port],
         observer: Observer,
         seal: Seal | None = None,
+        meter: Meter | None = None,
         name: str = "kvflow",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,6 +65,7 @@ class TransferLoop:
         self._settings = settings
         self._make_port = make_port
         self._observer = observer
+        self._meter = meter or Meter("")
         self._clock = clock
         self._seal = seal or Seal()
         self._thread = LoopThread(name)
@@ -83,6 +89,11 @@ class TransferLoop:
     def native_id(self) -> int | None:
         """The loop thread's id for the system."""
         return self._thread.native_id
+
+    def read_meter(self) -> Reading:
+        """What has changed in the counts since the last call."""
+        driver = self._driver
+        return self._meter.read(driver.engine.records.population if driver is not None else {})
 
     def open(self, identity: Identity) -> bytes:
         """Register memory, start looking for news; returns this worker's coordinates, encoded.
@@ -154,6 +165,7 @@ class TransferLoop:
                 start_meeting=self._start_meeting,
                 results=self.outbox,
                 observer=self._observer,
+                tally=self._meter.tally,
             )
             undo.pop_all()
         self._port, self._driver = port, driver
@@ -223,10 +235,11 @@ class TransferLoop:
         self._pace()
         return not driver.reads(requests)
 
-    def _look(self) -> None:
+    def _look(self, late_s: float = 0.0) -> None:
         self._soon = None
         if self._driver is None:
             return
+        self._meter.polled(late_s)
         happened = True
         try:
             self._open_gates(self._driver)

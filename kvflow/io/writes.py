@@ -4,6 +4,7 @@ Rule: whoever started one gets exactly one answer, and gets it only when no hand
 outstanding any more, so "ended" always means that nothing can land.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -19,10 +20,19 @@ from kvflow.core.events import (
     WriteStopped,
 )
 from kvflow.errors import TransportError
-from kvflow.ids import AgentName
+from kvflow.ids import AgentName, RequestId
 from kvflow.io.port import Port, PostState
 from kvflow.layout import GroupBlocks, Runs
+from kvflow.observe.observer import Carried
 
+_OUTCOMES = {
+    WriteDone: "done",
+    WriteFailed: "failed",
+    WriteStopped: "stopped",
+    ReadDone: "done",
+    ReadFailed: "failed",
+    ReadStopped: "stopped",
+}
 Ended = WriteDone | WriteFailed | WriteStopped | ReadDone | ReadFailed | ReadStopped
 
 
@@ -31,20 +41,26 @@ class Transfer:
     """The progress of one `PostWrite` or `PostRead`.
 
     rest     slices that have not been posted; None when all have.
+    began    when the order was taken.
     handles  posted and not ended.
     stopped  nothing more is posted.
     failure  the first error, if any; nothing more is posted then either.
     final    another attempt would fail in the same way.
+    plan_s   seconds of planning; `post_s` in the library's calls that post and poll.
     """
 
     order: PostWrite | PostRead
     rest: Iterator[Runs] | None
+    began: float
     handles: list[int] = field(default_factory=list)
     stopped: bool = False
     failure: str = ""
     final: bool = False
     bytes: int = 0
     runs: int = 0
+    posts: int = 0
+    plan_s: float = 0.0
+    post_s: float = 0.0
 
     @property
     def agent(self) -> AgentName:
@@ -67,9 +83,11 @@ class Transfer:
 
     def advance(self, port: Port, may_post: Callable[[], bool], in_flight_max: int) -> Ended | None:
         """Poll what is in flight, post at most one slice, and answer when nothing is left."""
+        start = time.perf_counter()
         self._poll(port)
         if self.can_post(in_flight_max) and may_post():
             self._post(port)
+        self.post_s += time.perf_counter() - start
         if self.handles:
             return None
         return self._answer()
@@ -106,9 +124,30 @@ class Transfer:
         except TransportError as error:
             self.failure = str(error)
             return
+        self.posts += 1
         self.bytes += runs.bytes
         self.runs += len(runs)
         self._poll(port)
+
+    def carried(
+        self, answer: Ended, at: float, *, key: str, attempt: int, request_id: RequestId | None
+    ) -> Carried:
+        """What observers are told when it is over."""
+        return Carried(
+            kind="read" if isinstance(self.order, PostRead) else "write",
+            key=key,
+            attempt=attempt,
+            request_id=request_id,
+            peer=self.order.agent,
+            outcome=_OUTCOMES[type(answer)],
+            began=self.began,
+            at=at,
+            plan_s=self.plan_s,
+            post_s=self.post_s,
+            bytes=self.bytes,
+            runs=self.runs,
+            posts=self.posts,
+        )
 
     def _answer(self) -> Ended | None:
         order = self.order

@@ -5,12 +5,13 @@ that did not; what is refused or ignored is counted by kind, and warned of when 
 each time its count has grown tenfold.
 """
 
-import contextlib
 from collections import Counter
 
 from kvflow.core import REASONS, TABLES, Reason
 from kvflow.core.effects import Moved
 from kvflow.observe.log import get_logger
+from kvflow.observe.meter import Meter
+from kvflow.observe.observer import Carried
 from kvflow.observe.trace import TraceWriter
 
 _TERMINAL = {table.name: table.terminal for table in TABLES}
@@ -21,22 +22,20 @@ _EXPECTED = frozenset({Reason.ABORTED, Reason.CANCELLED, Reason.RELEASED, Reason
 class Watch:
     """The driver's observer."""
 
-    def __init__(self, trace: TraceWriter | None = None, **fields: object) -> None:
+    def __init__(
+        self, trace: TraceWriter | None = None, meter: Meter | None = None, **fields: object
+    ) -> None:
         self.ignored_count: Counter[str] = Counter()
         self.refused_count: Counter[str] = Counter()
         self._trace = trace
+        self._meter = meter or Meter("")
         self._log = get_logger("transfers", **fields)
 
     def moved(self, moved: Moved) -> None:
         """A record took a row."""
+        self._meter.moved(moved)
         if self._trace is not None:
-            try:
-                self._trace.write(moved)
-            except OSError as error:
-                self._log.warning("trace ends here", error=error)
-                with contextlib.suppress(OSError):
-                    self._trace.close()
-                self._trace = None
+            self._trace.moved(moved)
         self._log.debug(
             f"{moved.machine} {moved.source} -> {moved.dest}",
             trigger=moved.trigger,
@@ -49,20 +48,29 @@ class Watch:
         elif moved.machine == "peer" and moved.dest == "backing_off":
             self._log.warning("peer lost or not reached", peer=moved.key, detail=moved.detail)
 
+    def carried(self, carried: Carried) -> None:
+        """A WRITE or READ order is over."""
+        self._meter.carried(carried)
+        if self._trace is not None:
+            self._trace.carried(carried)
+
     def ignored(self, kind: str, key: str) -> None:
         """Something was ignored, by kind."""
         self.ignored_count[kind] += 1
+        self._meter.ignored(kind)
         self._log.debug(f"ignored {kind}", key=key, count=self.ignored_count[kind])
 
     def refused(self, kind: str, detail: str) -> None:
         """A peer, or a message of one, was refused."""
         self.refused_count[kind] += 1
+        self._meter.refused(kind)
         count = self.refused_count[kind]
         if count in (1, 10, 100, 1000) or count % 10_000 == 0:
             self._log.warning(f"refused {kind}", detail=detail, count=count)
 
     def failed(self, what: str, error: BaseException) -> None:
         """A bug of ours."""
+        self._meter.failed()
         self._log.error(f"failed: {what}", error=error, exc_info=error)
 
     def _ended(self, moved: Moved) -> None:

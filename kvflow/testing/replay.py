@@ -29,7 +29,7 @@ from typing import Any
 from kvflow.core import TABLES, Row, Table
 from kvflow.errors import KVFlowError
 from kvflow.ids import ATTEMPT_STRIDE
-from kvflow.observe.trace import VERSION
+from kvflow.observe.trace import ASIDE, READABLE
 from kvflow.testing.rows import Taken, every_row
 
 _TABLES = {table.name: table for table in TABLES}
@@ -150,20 +150,25 @@ def read(path: Path) -> Iterator[Line]:
         raise UnreadableTraceError(str(path), f"cannot be read: {error}") from error
     finished, _, _ = text.rpartition("\n")
     for number, each in enumerate(finished.split("\n"), 1):
-        if each.strip():
-            yield _parse(path, f"{path}:{number}", each)
+        line = _parse(path, f"{path}:{number}", each) if each.strip() else None
+        if line is not None:
+            yield line
 
 
-def _parse(path: Path, place: str, text: str) -> Line:
+def _parse(path: Path, place: str, text: str) -> Line | None:
+    """One transition; None for a line about something else."""
     try:
         fields: Any = json.loads(text)
     except ValueError as error:
         raise UnreadableTraceError(place, f"not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise UnreadableTraceError(place, "not a JSON object")
-    if fields.get("v") != VERSION:
-        said = f"schema version {fields.get('v')!r}; this kvflow reads version {VERSION}"
+    if fields.get("v") not in READABLE:
+        known = " and ".join(map(str, READABLE))
+        said = f"schema version {fields.get('v')!r}; this kvflow reads versions {known}"
         raise UnreadableTraceError(place, said)
+    if fields.get("machine") in ASIDE:
+        return None
     for key in (*_TEXTS, "attempt", "request"):
         if key not in fields:
             raise UnreadableTraceError(place, f"the key {key!r} is missing")

@@ -291,7 +291,7 @@ def test_a_first_line_that_is_the_last_one_passes(trace: Trace) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda line: line | {"v": 2}, "schema version 2; this kvflow reads version 1"),
+        (lambda line: line | {"v": 3}, "schema version 3; this kvflow reads versions 1 and 2"),
         (lambda line: {k: v for k, v in line.items() if k != "v"}, "schema version None"),
         (lambda line: {k: v for k, v in line.items() if k != "trigger"}, "'trigger' is missing"),
         (lambda line: {k: v for k, v in line.items() if k != "request"}, "'request' is missing"),
@@ -340,7 +340,7 @@ def write_traces(world: World, directory: Path) -> list[Path]:
             if agent not in writers:
                 path = str(directory / f"{agent}.ndjson")
                 writers[agent] = TraceWriter(path, engine_id=agent, rank=world.ranks[agent])
-            writers[agent].write(effect)
+            writers[agent].moved(effect)
     for writer in writers.values():
         writer.close()
     return sorted(directory.iterdir())

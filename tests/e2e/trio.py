@@ -112,7 +112,7 @@ class Traces:
             name = path.name.rpartition("-")[0]
             for line in finished.splitlines():
                 fields = json.loads(line)
-                if fields["machine"] == "peer":
+                if fields["machine"] not in ("producer", "consumer"):
                     continue
                 self._steps[name, fields["id"]].append(
                     Step(

@@ -16,6 +16,7 @@ from kvflow.io.coordinates import Identity
 from kvflow.io.driver import Driver
 from kvflow.io.seal import Seal
 from kvflow.layout import Facts, Region
+from kvflow.observe.observer import Carried
 from kvflow.settings import Settings
 from kvflow.testing.port import MemoryNetwork, MemoryPort
 from kvflow.wire import codec
@@ -108,12 +109,16 @@ class Notes:
     """An observer that keeps everything."""
 
     moves: list[Moved] = field(default_factory=list)
+    orders: list[Carried] = field(default_factory=list)
     ignored_kinds: Counter[str] = field(default_factory=Counter)
     refusals: list[tuple[str, str]] = field(default_factory=list)
     failures: list[tuple[str, BaseException]] = field(default_factory=list)
 
     def moved(self, moved: Moved) -> None:
         self.moves.append(moved)
+
+    def carried(self, carried: Carried) -> None:
+        self.orders.append(carried)
 
     def ignored(self, kind: str, key: str) -> None:
         self.ignored_kinds[kind] += 1

@@ -27,6 +27,7 @@ from kvflow.io.nixl_port import NixlPort
 from kvflow.io.side_channel import SideChannel
 from kvflow.io.transfer_loop import TransferLoop
 from kvflow.layout import Facts, Region
+from kvflow.observe.observer import Carried
 from kvflow.settings import Settings
 
 LAYERS = 3
@@ -54,6 +55,9 @@ class Notes:
 
     def moved(self, moved: Moved) -> None:
         self.latest[moved.machine, moved.key] = moved
+
+    def carried(self, carried: Carried) -> None:
+        """Not kept."""
 
     def ignored(self, kind: str, key: str) -> None:
         """Not kept."""
