@@ -5,6 +5,7 @@ that did not; what is refused or ignored is counted by kind, and warned of when 
 each time its count has grown tenfold.
 """
 
+import logging
 from collections import Counter
 
 from kvflow.core import REASONS, TABLES, Reason
@@ -36,13 +37,14 @@ class Watch:
         self._meter.moved(moved)
         if self._trace is not None:
             self._trace.moved(moved)
-        self._log.debug(
-            f"{moved.machine} {moved.source} -> {moved.dest}",
-            trigger=moved.trigger,
-            transfer=moved.key,
-            request=moved.request_id,
-            attempt=moved.attempt,
-        )
+        if self._log.isEnabledFor(logging.DEBUG):
+            self._log.debug(
+                f"{moved.machine} {moved.source} -> {moved.dest}",
+                trigger=moved.trigger,
+                transfer=moved.key,
+                request=moved.request_id,
+                attempt=moved.attempt,
+            )
         if moved.dest in _TERMINAL[moved.machine]:
             self._ended(moved)
         elif moved.machine == "peer" and moved.dest == "backing_off":

@@ -27,7 +27,8 @@ from kvflow.io.nixl_port import NixlPort
 from kvflow.io.side_channel import SideChannel
 from kvflow.io.transfer_loop import TransferLoop
 from kvflow.layout import Facts, Region
-from kvflow.observe.observer import Carried
+from kvflow.observe.meter import Meter
+from kvflow.observe.observer import Carried, Observer
 from kvflow.settings import Settings
 
 LAYERS = 3
@@ -84,7 +85,11 @@ class Engine:
         self._attempt = 0
         settings = settings or Settings()
         self.loop = TransferLoop(
-            settings=settings, make_port=self._make_port, observer=self.notes, name=name
+            settings=settings,
+            make_port=self._make_port,
+            observer=self._make_observer(),
+            meter=self._make_meter(),
+            name=name,
         )
         identity = Identity(
             engine_id=name,
@@ -98,6 +103,12 @@ class Engine:
         )
         self.side_channel.introduce({Rank(0, 0): self.loop.open(identity)})
         self.address = self.side_channel.listen(Address("127.0.0.1", 0))
+
+    def _make_observer(self) -> Observer:
+        return self.notes
+
+    def _make_meter(self) -> Meter | None:
+        return None
 
     def _make_port(self, identity: Identity) -> NixlPort:
         self.port = NixlPort(AgentName(f"{self.name}/{identity.incarnation}"))
