@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from statistics import median
 
@@ -23,7 +24,7 @@ VERSIONS = (1, 2)
 WITHOUT_TABLE = frozenset({"request", "write", "read", "trace"})
 """Machines of lines, in version 2, that tell of something else than a row of a table."""
 _TEXTS = ("engine", "rank", "machine", "id", "trigger", "from", "to")
-_PAIRS = {table.name: {edge.pair for edge in edges_of(table)} for table in TABLES}
+_TRIGGERS = {table.name: {edge.pair: edge.triggers for edge in edges_of(table)} for table in TABLES}
 _STAYS = {
     table.name: {
         (source, source) for row in table.rows for source in row.sources if row.dest == source
@@ -99,20 +100,21 @@ def _count_line(
 ) -> None:
     line = _parsed(place, text)
     machine = line["machine"]
-    if machine in WITHOUT_TABLE:
+    if isinstance(machine, str) and machine in WITHOUT_TABLE:
         return
     words, at = _words(place, line)
-    pair = words["from"], words["to"]
-    if machine not in counts:
+    if words["machine"] not in counts:
         known = ", ".join(counts)
         raise NoTraceError(f"{place}: machine {machine!r} is not one of {known}")
+    pair, trigger = (words["from"], words["to"]), words["trigger"]
     if pair in _STAYS[words["machine"]]:
         return
-    if pair not in _PAIRS[words["machine"]]:
-        raise NoTraceError(f"{place}: no row of the {machine} leads from {pair[0]} to {pair[1]}")
+    if trigger not in _TRIGGERS[words["machine"]].get(pair, ()):
+        leads = f"leads from {pair[0]} to {pair[1]} on {trigger}"
+        raise NoTraceError(f"{place}: no row of the {machine} {leads}")
     count = counts[words["machine"]]
     count.taken[pair] += 1
-    count.triggers[pair, words["trigger"]] += 1
+    count.triggers[pair, trigger] += 1
     key = str(line.get("request")) if machine == "consumer" else words["id"]
     record = words["engine"], words["rank"], words["machine"], key
     state, since = entered.get(record, ("", 0.0))
@@ -144,6 +146,6 @@ def _words(place: str, line: Mapping[str, object]) -> tuple[dict[str, str], floa
             raise NoTraceError(f"{place} is no line of a trace: {key!r} is {word!r}, not a text")
         words[key] = word
     at = line.get("t")
-    if isinstance(at, bool) or not isinstance(at, int | float):
+    if isinstance(at, bool) or not isinstance(at, int | float) or not isfinite(at):
         raise NoTraceError(f"{place} is no line of a trace: 't' is {at!r}, not a time")
     return words, at

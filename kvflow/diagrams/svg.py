@@ -107,7 +107,8 @@ def as_svg(tables: Sequence[Table], heat: Mapping[str, Heat] | None = None) -> s
         _draw(_group(root, "machine", y=y), picture)
         y += picture.height
     ET.indent(root)
-    return ET.tostring(root, encoding="us-ascii").decode() + "\n"
+    ascii_only: bytes = ET.tostring(root, encoding="us-ascii")
+    return ascii_only.decode() + "\n"
 
 
 def _draw(into: ET.Element, picture: Picture) -> None:
@@ -241,9 +242,9 @@ def duration(seconds: float) -> str:
     """As people say it: three digits at most, and a unit."""
     if seconds >= 100:
         return f"{seconds:,.0f} s"
-    if seconds >= 1:
+    if seconds >= 0.9995:
         return f"{seconds:.3g} s"
-    if seconds >= 0.001:
+    if seconds >= 0.000_999_5:
         return f"{seconds * 1000:.3g} ms"
     return f"{seconds * 1e6:.0f} us"
 
