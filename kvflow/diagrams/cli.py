@@ -22,7 +22,7 @@ class StatesFormat(enum.StrEnum):
 def states(
     more_traces: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[TRACE]...", help="More traces for --heat."),
+        typer.Argument(metavar="TRACE", help="More traces for --heat."),
     ] = None,
     output_format: Annotated[
         StatesFormat, typer.Option("--format", help="What to print.")

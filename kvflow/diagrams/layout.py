@@ -158,7 +158,7 @@ def _pins(layers: Layers) -> dict[_Pin, float]:
         out = _Pin(state=pair[0], side=side, leave=pair)
         into = _Pin(state=pair[1], side=-side, leave=None)
         # Of two edges between the same two states, the one to the right runs above the other.
-        nudge = 0.0 if side > 0 else 0.1
+        nudge = 0.0 if side > 0 else 0.125
         towards.setdefault((out.state, out.side), {})[out] = [place[way[1]] + nudge]
         arriving = towards.setdefault((into.state, into.side), {})
         arriving.setdefault(into, []).append(place[way[-2]] + nudge)

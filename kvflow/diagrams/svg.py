@@ -146,11 +146,12 @@ def _title_line(into: ET.Element, picture: Picture) -> None:
     if picture.heat is None:
         said = "numbers: see below; edges to one state run together and have one colour"
     else:
-        taken = picture.heat.taken
-        files = f"{picture.heat.traces:,} trace{'s' if picture.heat.traces != 1 else ''}"
+        taken, traces = picture.heat.taken, picture.heat.traces
+        changes = sum(taken.values())
         said = (
-            f"{sum(taken.values()):,} changes of state in {files}; {len(taken)} of "
-            f"{len(picture.edges)} edges taken; times are medians in a state"
+            f"{changes:,} change{'s' * (changes != 1)} of state in {traces:,} "
+            f"trace{'s' * (traces != 1)}; {len(taken)} of {len(picture.edges)} edges taken; "
+            "times are medians in a state"
         )
     _text(into, (MARGIN_PX + len(name) * 11.0 + 16, 30), said, {"fill": FAINT})
 

@@ -78,7 +78,7 @@ def test_a_trace_that_is_given_twice_counts_once(tmp_path: Path) -> None:
     trace = written(tmp_path / "trace.ndjson", {})
     (_, twice, _) = states("--format", "svg", "--heat", str(trace), "--heat", str(trace))
     assert twice == states("--format", "svg", "--heat", str(trace))[1]
-    assert "1 changes of state in 1 trace; 1 of " in twice
+    assert "1 change of state in 1 trace; 1 of " in twice
 
 
 def test_what_is_taken_more_is_wider_and_what_is_never_taken_is_grey(tmp_path: Path) -> None:
