@@ -8,6 +8,7 @@ import typer
 
 from kvflow import __version__
 from kvflow.bench.cli import bench_app
+from kvflow.diagrams.cli import states
 
 app = typer.Typer(
     name="kvflow",
@@ -17,14 +18,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
-
-
-class StatesFormat(enum.StrEnum):
-    """How `kvflow states` prints."""
-
-    MARKDOWN = "markdown"
-    MERMAID = "mermaid"
-    JSON = "json"
 
 
 class DispatchOption(enum.StrEnum):
@@ -49,45 +42,7 @@ def version() -> None:
     typer.echo(__version__)
 
 
-@app.command()
-def states(
-    output_format: Annotated[
-        StatesFormat, typer.Option("--format", help="What to print.")
-    ] = StatesFormat.MARKDOWN,
-    machine: Annotated[
-        str | None, typer.Option(help="Only this machine: producer, consumer or peer.")
-    ] = None,
-    write: Annotated[
-        Path | None,
-        typer.Option(help="Write the generated documents into this directory."),
-    ] = None,
-) -> None:
-    """Print the state machines, drawn from the tables that run."""
-    from kvflow.core import TABLES
-    from kvflow.observe import metrics as metrics_documents
-    from kvflow.observe import settings as settings_documents
-    from kvflow.observe import states as documents
-
-    tables = [table for table in TABLES if machine in (None, table.name)]
-    if not tables:
-        names = ", ".join(table.name for table in TABLES)
-        raise typer.BadParameter(f"{machine!r} is not one of {names}", param_hint="--machine")
-    if write is not None:
-        (write / "diagrams").mkdir(parents=True, exist_ok=True)
-        (write / "states.md").write_text(documents.as_markdown(), encoding="utf-8")
-        for table in TABLES:
-            path = write / "diagrams" / f"{table.name}.mmd"
-            path.write_text(documents.as_mermaid(table), encoding="utf-8")
-        (write / "settings.md").write_text(settings_documents.as_markdown(), encoding="utf-8")
-        (write / "metrics.md").write_text(metrics_documents.as_markdown(), encoding="utf-8")
-        return
-    match output_format:
-        case StatesFormat.JSON:
-            typer.echo(documents.as_json(tables), nl=False)
-        case StatesFormat.MARKDOWN:
-            typer.echo(documents.as_markdown(tables), nl=False)
-        case StatesFormat.MERMAID:
-            typer.echo("\n".join(documents.as_mermaid(table) for table in tables), nl=False)
+app.command()(states)
 
 
 @app.command()

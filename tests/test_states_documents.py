@@ -58,6 +58,7 @@ def test_markdown_explains_every_state_and_row() -> None:
         for state, meaning in table.states.items():
             assert f"**{state}**" in text
             assert meaning in text
+        assert f"](diagrams/{table.name}.svg)" in text
         for row in table.rows:
             assert row.why in text
 
@@ -95,7 +96,8 @@ def test_a_machine_that_does_not_exist_is_refused_with_those_that_do() -> None:
 def test_the_documents_in_specs_are_what_the_tables_say(tmp_path: Path) -> None:
     states("--write", str(tmp_path))
     written = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
-    assert {Path("states.md"), *(Path(f"diagrams/{t.name}.mmd") for t in TABLES)} <= {*written}
+    drawn = {Path(f"diagrams/{t.name}.{kind}") for t in TABLES for kind in ("mmd", "svg")}
+    assert {Path("states.md"), *drawn} <= {*written}
     stale = [
         str(path)
         for path in written
@@ -106,5 +108,5 @@ def test_the_documents_in_specs_are_what_the_tables_say(tmp_path: Path) -> None:
 
 
 def test_no_diagram_in_specs_is_of_a_machine_that_is_gone() -> None:
-    drawn = {path.stem for path in (ROOT / "specs" / "diagrams").glob("*.mmd")}
+    drawn = {path.stem for path in (ROOT / "specs" / "diagrams").iterdir()}
     assert drawn <= {table.name for table in TABLES}, f"delete the others, then run: {COMMAND}"

@@ -69,6 +69,9 @@ LAYERS = {
         ),
         others=frozenset({"numpy", "msgspec", "structlog", "torch", "vllm", "prometheus_client"}),
     ),
+    "diagrams": Layer(
+        own=frozenset({"core", "errors", "observe", "diagrams"}), others=frozenset({"typer"})
+    ),
     "router": Layer(
         own=frozenset({"router", "io", "wire", "ids", "errors"}),
         others=frozenset({"aiohttp", "msgspec", "structlog", "starlette", "uvicorn", "uvloop"})

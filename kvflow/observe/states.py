@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable
 
 from kvflow.core import TABLES, Row, Table
+from kvflow.diagrams.graph import edges_of
 
 
 def as_json(tables: Iterable[Table] = TABLES) -> str:
@@ -35,7 +36,12 @@ def as_markdown(tables: Iterable[Table] = TABLES) -> str:
         "impossible is refused when the program starts. `=` stays in the source state.",
     ]
     for table in tables:
-        parts += ["", f"## {table.name}", "", "| state | meaning |", "|---|---|"]
+        picture, mermaid = (f"diagrams/{table.name}.{kind}" for kind in ("svg", "mmd"))
+        parts += ["", f"## {table.name}", ""]
+        parts += [f"[![The states of the {table.name}]({picture})]({picture})", ""]
+        parts += [f"The same as [mermaid]({mermaid}). With the traffic of engines upon it:"]
+        parts += [f"`kvflow states --format svg --machine {table.name} --heat trace.ndjson`.", ""]
+        parts += ["| state | meaning |", "|---|---|"]
         parts += [f"| {_mark(table, state)} | {why} |" for state, why in table.states.items()]
         parts += [
             "",
@@ -51,15 +57,10 @@ def as_markdown(tables: Iterable[Table] = TABLES) -> str:
 def as_mermaid(table: Table) -> str:
     """One machine as a mermaid state diagram; rows that stay in their state are left out."""
     lines = ["stateDiagram-v2", "    direction LR", f"    [*] --> {table.initial}"]
-    edges: dict[tuple[str, str], list[str]] = {}
-    for row in table.rows:
-        for source in row.sources:
-            if row.dest is not None and row.dest != source:
-                triggers = edges.setdefault((source, row.dest), [])
-                if row.trigger not in triggers:
-                    triggers.append(row.trigger)
-    for (source, dest), triggers in edges.items():
-        lines.append(f"    {source} --> {dest}: {'<br>'.join(triggers)}")
+    lines += [
+        f"    {edge.source} --> {edge.dest}: {'<br>'.join(edge.triggers)}"
+        for edge in edges_of(table)
+    ]
     if "forgotten" in table.states:
         lines.append("    forgotten --> [*]")
     return "\n".join(lines) + "\n"

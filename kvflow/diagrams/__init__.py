@@ -1,0 +1,1 @@
+"""Pictures of the state machines: layered layout, SVG, and the heat of a trace."""
