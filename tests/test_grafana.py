@@ -1,4 +1,4 @@
-"""The Grafana dashboard asks for metrics that there are, by labels that they have."""
+"""The Grafana dashboard, and documents, name metrics that there are, by labels that they have."""
 
 import json
 import re
@@ -82,3 +82,15 @@ def test_panels_lie_within_the_grid_and_do_not_overlap() -> None:
         }
         assert not cells & taken, panel["title"]
         taken |= cells
+
+
+DOCUMENTS = ("specs/operating.md", "specs/troubleshooting.md", "specs/metrics.md", "README.md")
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_document_names_metrics_and_labels_that_there_are(name: str) -> None:
+    text = (DASHBOARD.parents[2] / name).read_text(encoding="utf-8")
+    for series, matchers in re.findall(r"(kvflow_(?!router)\w+)(?:\{([^}]*)\})?", text):
+        metric = metric_of(series)
+        own = VLLM_LABELS | set(metric.labels)
+        assert set(re.findall(r"(\w+)(?:=|!=|=~|!~)\"", matchers)) <= own

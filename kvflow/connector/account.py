@@ -7,10 +7,13 @@ come from a producer and are computed here instead are counted whatever the reas
 """
 
 import enum
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from vllm.tracing import SpanKind, extract_trace_context, instrument_manual
 
 from kvflow.connector import params as p
 from kvflow.connector.groups import Group, tokens_to_share
@@ -37,10 +40,15 @@ class _Stage(enum.Enum):
 
 @dataclass(slots=True)
 class _Load:
-    """A decode leg's load: how far it is, and how many tokens it is of."""
+    """A decode leg's load: how far it is, and how many tokens it is of.
+
+    request  kept while it is loading, if its client is traced.
+    """
 
     stage: _Stage
     tokens: int
+    began_ns: int = 0
+    request: "Request | None" = None
 
 
 @dataclass(slots=True)
@@ -114,7 +122,8 @@ class Account:
         cached = self._cached.pop(id_, 0)
         load = self._loads.get(id_)
         if external > 0:
-            self._loads[id_] = _Load(_Stage.LOADING, external)
+            traced = request if request.trace_headers else None
+            self._loads[id_] = _Load(_Stage.LOADING, external, time.time_ns(), traced)
         elif load is None:
             missing = max(tokens_to_share(request, self._groups) - cached, 0)
             self._loads[id_] = _Load(_Stage.COMPUTED, missing)
@@ -141,6 +150,9 @@ class Account:
             load = self._loads.get(id_)
             if load is None or load.stage is not _Stage.LOADING:
                 continue
+            if load.request is not None:
+                self._tell_span(load, load.request, "failed" if id_ in failed else "landed")
+                load.request = None
             if id_ not in failed:
                 load.stage = _Stage.LANDED
                 self._counts[_RECEIVED,] += load.tokens
@@ -175,6 +187,22 @@ class Account:
     def _computes(self, why: str, tokens: int) -> None:
         if tokens:
             self._counts[_COMPUTED, why] += tokens
+
+    def _tell_span(self, load: _Load, request: "Request", outcome: str) -> None:
+        """An OpenTelemetry span below the client's, beside vLLM's own; nothing without a tracer."""
+        instrument_manual(
+            span_name="kvflow.load",
+            start_time=load.began_ns,
+            end_time=time.time_ns(),
+            attributes={
+                "kvflow.transfer_id": self._transfer_id(request),
+                "kvflow.outcome": outcome,
+                "kvflow.tokens": load.tokens,
+                "gen_ai.request.id": request.request_id,
+            },
+            context=extract_trace_context(request.trace_headers),
+            kind=SpanKind.CLIENT,
+        )
 
     def _tell_first_token(self, traced: _Traced) -> None:
         if traced.state != "first_token" and traced.request.num_output_tokens > 0:

@@ -57,6 +57,7 @@ class FakeRequest:
     num_prompt_tokens: int = 5 * BLOCK
     num_computed_tokens: int = 5 * BLOCK
     status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED
+    trace_headers: Mapping[str, str] | None = None
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """What the scheduler half's account counts and traces, through vLLM's hooks."""
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,11 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="kvflow.connector imports vLLM")
+
+from opentelemetry import trace as otel
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvflow.connector.account import Account
 from kvflow.observe.trace import TraceWriter
@@ -192,3 +198,55 @@ def test_requests_without_parameters_are_not_traced(tmp_path: Path) -> None:
     account.finished(request)
     account.close()
     assert path.read_text() == ""
+
+
+# -- OpenTelemetry ---------------------------------------------------------------------------------
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.fixture(scope="module")
+def spans() -> InMemorySpanExporter:
+    """A provider can be set once in a process."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    otel.set_tracer_provider(provider)
+    return exporter
+
+
+@pytest.mark.parametrize("outcome", ["landed", "failed"])
+def test_a_load_of_a_traced_request_is_a_span_below_its_clients(
+    spans: InMemorySpanExporter, outcome: str
+) -> None:
+    spans.clear()
+    account = make()
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+    request = FakeRequest(DECODE, trace_headers=headers)
+    before = time.time_ns()
+    load(account, request, PROMPT)
+    assert not spans.get_finished_spans()
+    if outcome == "failed":
+        end(account, failed=(request.request_id,))
+    else:
+        end(account, request.request_id)
+    (span,) = spans.get_finished_spans()
+    assert span.name == "kvflow.load"
+    assert f"{span.context.trace_id:032x}" == TRACE
+    assert span.parent is not None
+    assert f"{span.parent.span_id:016x}" == PARENT
+    assert before <= span.start_time <= span.end_time <= time.time_ns()
+    assert dict(span.attributes) == {
+        "kvflow.transfer_id": "t",
+        "kvflow.outcome": outcome,
+        "kvflow.tokens": PROMPT,
+        "gen_ai.request.id": request.request_id,
+    }
+
+
+def test_a_load_that_nobody_traces_is_no_span(spans: InMemorySpanExporter) -> None:
+    spans.clear()
+    account, request = make(), FakeRequest(DECODE)
+    load(account, request, PROMPT)
+    end(account, request.request_id)
+    assert not spans.get_finished_spans()
