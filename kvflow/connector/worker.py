@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     CopyBlocksOp,
     KVConnectorTransferResults,
@@ -22,9 +23,10 @@ from kvflow.io.gates import Ready
 from kvflow.io.nixl_port import NixlPort
 from kvflow.io.seal import Seal
 from kvflow.io.transfer_loop import TransferLoop
+from kvflow.io.window import Inspection
+from kvflow.observe.history import History, watching
 from kvflow.observe.log import get_logger
 from kvflow.observe.trace import from_environment
-from kvflow.observe.watch import Watch
 from kvflow.settings import Settings
 
 if TYPE_CHECKING:
@@ -63,12 +65,16 @@ class WorkerHalf:
         self._changed_hello: bytes | None = None
         fields = {"engine": engine_id[:8], "rank": str(self._rank)}
         self._log = get_logger("worker", **fields)
+        trace = from_environment(engine_id, self._rank)
+        history = History() if settings.inspect else None
+        host = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
         self.loop = TransferLoop(
             settings=settings,
             seal=seal,
             make_port=self._make_port,
-            observer=Watch(from_environment(engine_id, self._rank), **fields),
+            observer=watching(history, trace, **fields),
             name=f"kvflow-{self._rank}",
+            inspection=Inspection(host=host, history=history) if history is not None else None,
         )
         loops_here[engine_id] = self.loop
 
@@ -104,7 +110,7 @@ class WorkerHalf:
 
     def hello(self) -> WorkerHello | None:
         """This worker's coordinates, for the side channel."""
-        return WorkerHello(self._hello) if self._hello is not None else None
+        return WorkerHello(self._hello, self.loop.window) if self._hello is not None else None
 
     def take_changed_hello(self) -> NewHellos | None:
         """The same after a wake-up, once."""
