@@ -11,6 +11,13 @@ from kvflow.core.producer import ProducerRecord
 from kvflow.wire import live
 
 Transferring = ProducerRecord | ConsumerRecord
+PEER_DUE = {
+    "meeting": "the meeting is given up, and tried again after a while",
+    "backing_off": "it is met again",
+    "met": "RENEW goes out; a rank that has not answered too many of them is lost",
+    "introduced": "it is sent something if it is silent; if its process is gone, it is lost",
+}
+"""What is done about the peer then."""
 _LEASE = "what is posted pauses until the consumer sends RENEW"
 
 
@@ -43,7 +50,7 @@ def _of_peer(known: PeerRecord | None, armed: Deadlines, now: float) -> Iterator
         return
     at = armed.at((peer.NAME, known.key))
     if at is not None:
-        why = f"its peer, {known.state}, is looked after: {waiting.of_peer(known).what}"
+        why = PEER_DUE.get(known.state, "")
         yield live.Deadline(what="peer", in_ms=(at - now) * 1000, dest="", why=why)
 
 

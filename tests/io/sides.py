@@ -16,6 +16,7 @@ from kvflow.io.coordinates import Identity
 from kvflow.io.driver import Driver
 from kvflow.io.seal import Seal
 from kvflow.layout import Facts, Region
+from kvflow.observe.history import History
 from kvflow.settings import Settings
 from kvflow.testing.port import MemoryNetwork, MemoryPort
 from kvflow.wire import codec
@@ -105,8 +106,9 @@ class Reports:
 
 @dataclass
 class Notes:
-    """An observer that keeps everything."""
+    """An observer that keeps everything, and lets a history remember if there is one."""
 
+    history: History | None = None
     moves: list[Moved] = field(default_factory=list)
     ignored_kinds: Counter[str] = field(default_factory=Counter)
     refusals: list[tuple[str, str]] = field(default_factory=list)
@@ -114,6 +116,8 @@ class Notes:
 
     def moved(self, moved: Moved) -> None:
         self.moves.append(moved)
+        if self.history is not None:
+            self.history.note(moved)
 
     def ignored(self, kind: str, key: str) -> None:
         self.ignored_kinds[kind] += 1
