@@ -98,7 +98,9 @@ class Snapshot:
                 heapq.heappush(found, entry)
             elif entry > found[0]:
                 heapq.heapreplace(found, entry)
-        return [each for _, _, each in sorted(found, key=lambda entry: entry[:2], reverse=True)]
+        found.sort(reverse=True)
+        await self.breathe()
+        return [each for _, _, each in found]
 
     async def _moved_bytes(self) -> dict[str, int]:
         """What writes and reads that have not ended have posted, by part or request."""

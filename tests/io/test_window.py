@@ -31,11 +31,6 @@ QUESTIONS = [live.LiveRequest(limit=10), live.InspectRequest(name="t")]
 
 
 @pytest.fixture
-def network() -> MemoryNetwork:
-    return MemoryNetwork()
-
-
-@pytest.fixture
 def consumer(network: MemoryNetwork) -> Iterator[Worker]:
     with Worker("consumer", network, seed=2, settings=SHOWN, role="kv_consumer") as worker:
         yield worker
