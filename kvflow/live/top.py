@@ -16,7 +16,7 @@ from kvflow.live.polling import Polled, View
 from kvflow.live.terminal import leaving
 from kvflow.live.view import screen
 
-_WIDTH_OF_A_PIPE = 240
+_WIDTH_OF_A_PIPE = 4096
 """Columns, so that nothing is cut off where nobody looks at a terminal."""
 
 
@@ -73,7 +73,7 @@ async def _print(engines: Sequence[Polled], options: Options, leave: asyncio.Eve
             sys.stdout.write(of_top(views, options.stuck_s).decode())
             sys.stdout.flush()
         else:
-            console.print(screen(views, stuck_s=options.stuck_s))
+            console.print(screen(views, stuck_s=options.stuck_s, width=console.width))
         printed += 1
         if printed == options.count:
             break
@@ -89,9 +89,9 @@ async def _show(engines: Sequence[Polled], options: Options, leave: asyncio.Even
     with Screen(console=console, screen=True, auto_refresh=False) as on:
         while not leave.is_set():
             views = [engine.view for engine in engines]
-            on.update(
-                screen(views, stuck_s=options.stuck_s, rows_max=console.size.height), refresh=True
-            )
+            width, height = console.size
+            shows = screen(views, stuck_s=options.stuck_s, width=width, height=height)
+            on.update(shows, refresh=True)
             shown += all(view.engine is not None for view in views)
             if options.count is not None and shown >= options.count:
                 break

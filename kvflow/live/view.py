@@ -3,29 +3,34 @@
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from kvflow.live.client import OfWorker
 from kvflow.live.polling import View
-from kvflow.live.words import counts, duration, megabytes, printable
-from kvflow.wire import live
+from kvflow.live.rows import Row, table
+from kvflow.live.words import counts, duration, printable
 
 PEERS_SHOWN = 4
-_STUCK = "bold red"
 _ASIDE = "dim"
 _BAD = "red"
 
 
-def screen(views: Sequence[View], *, stuck_s: float, rows_max: int | None = None) -> RenderableType:
-    """Everything. `rows_max`: lines that there are for all of it; None: as many as it takes."""
+def screen(
+    views: Sequence[View], *, stuck_s: float, width: int, height: int | None = None
+) -> RenderableType:
+    """Everything. `height`: lines that there are for all of it; None: as many as it takes."""
     heads = [line for view in views for line in _head(view)]
+    for line in heads if height is not None else ():
+        line.no_wrap, line.overflow = True, "ellipsis"
     rows = sorted(_rows(views), key=lambda row: -row[2].in_state_ms)
     known = sum(_live(each) for view in views for each in _workers(view))
-    most = len(rows) if rows_max is None else max(rows_max - len(heads) - 4, 1)
-    table = _table(rows[:most], views, stuck_s)
+    most = len(rows) if height is None else max(height - len(heads) - 4, 1)
     parts: list[RenderableType] = [*heads, Text("")]
-    parts.append(table if rows else Text("no live transfers", style=_ASIDE))
+    if rows:
+        several, wrap = len(views) > 1, height is None
+        parts.append(table(rows[:most], several=several, stuck_s=stuck_s, width=width, wrap=wrap))
+    else:
+        parts.append(Text("no live transfers", style=_ASIDE))
     if known > min(most, len(rows)):
         left = known - min(most, len(rows))
         parts.append(Text(f"{left} more, which have been in their state for less long", _ASIDE))
@@ -94,53 +99,9 @@ def _live(worker: OfWorker) -> int:
 
 # -- transfers -------------------------------------------------------------------------------------
 
-_Row = tuple[View, OfWorker, live.TransferRow]
 
-
-def _rows(views: Sequence[View]) -> Iterator[_Row]:
+def _rows(views: Sequence[View]) -> Iterator[Row]:
     for view in views:
         for worker in _workers(view):
             for row in worker.told.transfers if worker.told is not None else ():
                 yield view, worker, row
-
-
-def _table(rows: Sequence[_Row], views: Sequence[View], stuck_s: float) -> Table:
-    several = len(views) > 1
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    if several:
-        table.add_column("engine", no_wrap=True)
-    table.add_column("transfer", no_wrap=True, overflow="ellipsis", min_width=10, ratio=3)
-    table.add_column("request", no_wrap=True, overflow="ellipsis", min_width=8, ratio=3)
-    table.add_column("side", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    table.add_column("in state for", justify="right", no_wrap=True)
-    table.add_column("age", justify="right", no_wrap=True)
-    table.add_column("attempt", justify="right", no_wrap=True)
-    table.add_column("peer", no_wrap=True, overflow="ellipsis", min_width=8, ratio=2)
-    table.add_column("waits for", overflow="fold", min_width=16, ratio=5)
-    table.add_column("MB", justify="right", no_wrap=True)
-    for view, worker, row in rows:
-        stuck = row.in_state_ms >= stuck_s * 1000
-        cells = [
-            _transfer(row),
-            printable(row.request_id),
-            _side(view, worker, row),
-            printable(row.state),
-            ("! " if stuck else "") + duration(row.in_state_ms),
-            duration(row.total_ms),
-            str(row.attempt or ""),
-            printable(row.peer),
-            printable(row.waits_for) + (f" ({row.reason})" if row.reason else ""),
-            megabytes(row.bytes),
-        ]
-        shown = [printable(str(view.address)), *cells] if several else cells
-        table.add_row(*map(Text, shown), style=_STUCK if stuck else None)
-    return table
-
-
-def _transfer(row: live.TransferRow) -> str:
-    return printable(row.transfer_id) + (f" part {row.part}" if row.part else "")
-
-
-def _side(view: View, worker: OfWorker, row: live.TransferRow) -> str:
-    return row.machine if len(_workers(view)) == 1 else f"{row.machine} {worker.rank}"
