@@ -36,6 +36,8 @@ async def ask(
     except (OSError, asyncio.IncompleteReadError, UnicodeError) as error:
         # UnicodeError: a host name that cannot be one, such as "a..b".
         raise TransportError(f"{address}: {error}") from error
+    except RemoteProtocolError as error:
+        raise RemoteProtocolError(f"{address}: {error}") from error
 
 
 async def _exchange(address: Address, request: codec.Request, seal: Seal) -> codec.Answer:

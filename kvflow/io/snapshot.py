@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from kvflow.core import consumer, producer, waiting
 from kvflow.core.consumer import ConsumerRecord
-from kvflow.core.effects import Moved
+from kvflow.core.effects import Moved, PostWrite
 from kvflow.core.peer import PeerRecord
 from kvflow.core.producer import ProducerRecord
 from kvflow.io.driver import Driver
@@ -35,6 +35,8 @@ Transferring = ProducerRecord | ConsumerRecord
 T = TypeVar("T")
 R = TypeVar("R", bound=Transferring | PeerRecord)
 Breathe = Callable[[], Awaitable[None]]
+_Moved = dict[tuple[str, str], int]
+"""Bytes by machine, and part or request."""
 
 
 async def _breathe() -> None:
@@ -102,11 +104,13 @@ class Snapshot:
         await self.breathe()
         return [each for _, _, each in found]
 
-    async def _moved_bytes(self) -> dict[str, int]:
-        """What writes and reads that have not ended have posted, by part or request."""
-        moved: dict[str, int] = {}
+    async def _moved_bytes(self) -> _Moved:
+        """What writes and reads that have not ended have posted."""
+        moved: _Moved = {}
         async for each in self._in_pieces(self.driver.under_way):
-            moved[each.name] = moved.get(each.name, 0) + each.bytes
+            writes = isinstance(each.order, PostWrite)
+            key = (producer.NAME if writes else consumer.NAME, each.name)
+            moved[key] = moved.get(key, 0) + each.bytes
         return moved
 
     async def _in_pieces(self, items: Iterable[T]) -> AsyncIterator[T]:
@@ -146,7 +150,7 @@ class Snapshot:
             records=tuple(records),
         )
 
-    def _record(self, record: Transferring, moved: dict[str, int]) -> live.Record:
+    def _record(self, record: Transferring, moved: _Moved) -> live.Record:
         now = self.clock()
         known = self._peer_of(record)
         ranks = waiting.ranks(record, known) if isinstance(record, ConsumerRecord) else []
@@ -176,7 +180,7 @@ class Snapshot:
 
     # -- rows --------------------------------------------------------------------------------------
 
-    def _row(self, record: Transferring, moved: dict[str, int]) -> live.TransferRow:
+    def _row(self, record: Transferring, moved: _Moved) -> live.TransferRow:
         now = self.clock()
         in_state_ms = max((now - record.since) * 1000, 0.0)
         if isinstance(record, ProducerRecord):
@@ -198,7 +202,7 @@ class Snapshot:
             total_ms=in_state_ms + sum(record.spent_ms.values()),
             attempt=record.attempt,
             peer=shown(to),
-            bytes=record.bytes + moved.get(name, 0),
+            bytes=record.bytes + moved.get((machine, name), 0),
             reason=record.reason,
             waits_on=wait.whom,
             waits_for=wait.what[:_WAIT_CHARS_MAX],

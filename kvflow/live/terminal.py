@@ -17,14 +17,17 @@ _LEAVE = frozenset(b"qQ")
 
 
 @contextlib.contextmanager
-def leaving(leave: asyncio.Event) -> Iterator[None]:
-    """Sets `leave` when whoever looks wants to go; a context within a running loop."""
+def leaving(leave: asyncio.Event, *, keys: bool) -> Iterator[None]:
+    """Sets `leave` when whoever looks wants to go; a context within a running loop.
+
+    keys  the keyboard is taken, too. Not in a pipe, where a pager, or another job, may have it.
+    """
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as undo:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, leave.set)
             undo.callback(loop.remove_signal_handler, number)
-        if sys.stdin.isatty():
+        if keys and sys.stdin.isatty():
             keyboard = sys.stdin.fileno()
             before = termios.tcgetattr(keyboard)
             undo.callback(termios.tcsetattr, keyboard, termios.TCSADRAIN, before)

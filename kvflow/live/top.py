@@ -42,11 +42,12 @@ async def _run(addresses: Sequence[Address], options: Options, access: Access) -
     polling = [asyncio.create_task(engine.poll(options.interval_s)) for engine in engines]
     leave = asyncio.Event()
     try:
-        with leaving(leave):
-            if options.as_json or not sys.stdout.isatty() or options.count == 1:
-                await _print(engines, options, leave)
-            else:
+        on_screen = sys.stdout.isatty() and not options.as_json and options.count != 1
+        with leaving(leave, keys=on_screen):
+            if on_screen:
                 await _show(engines, options, leave)
+            else:
+                await _print(engines, options, leave)
     finally:
         for task in polling:
             task.cancel()
@@ -116,4 +117,5 @@ def _why(view: View) -> str:
     if engine is None:
         return f"{view.address} was not asked to the end"
     errors = [engine.error, *(each.error for each in engine.workers)]
-    return f"{view.address}: {next((error for error in errors if error), 'shows nothing')}"
+    error = next((error for error in errors if error), "it shows nothing")
+    return error if error.startswith(str(view.address)) else f"{view.address}: {error}"

@@ -67,7 +67,7 @@ def decode_reply(payload: bytes) -> Answer:
     """What one of them answers. Raises `RemoteProtocolError`, also for a refusal."""
     reply: Reply = _decode(_REPLY, payload)
     if isinstance(reply, m.Refusal):
-        raise RemoteProtocolError(f"the side channel refused: {reply.detail}")
+        raise RemoteProtocolError(f"refused: {reply.detail}")
     return reply
 
 
