@@ -9,6 +9,7 @@ import typer
 from kvflow import __version__
 from kvflow.bench.cli import bench_app
 from kvflow.diagrams.cli import states
+from kvflow.live import cli as live_cli
 
 app = typer.Typer(
     name="kvflow",
@@ -18,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+live_cli.add_to(app)
 
 
 class DispatchOption(enum.StrEnum):

@@ -57,6 +57,9 @@ class Settings:
                        connections that a side channel serves at once.
     shared_key_file    file with a key that seals every message (HMAC-SHA256); "" for none. The same
                        in every engine.
+    inspect            whether live transfers are shown to whoever asks (`kvflow top`, `kvflow
+                       inspect`): read only. Each worker listens on a free port then, and a decode
+                       engine on its side channel's port, which must not be another engine's.
     nixl_backends      NIXL backends, in order of preference.
     """
 
@@ -79,6 +82,7 @@ class Settings:
     cache_layout: str = "LBHNC"
     side_channel_connections_max: int = 256
     shared_key_file: str = ""
+    inspect: bool = False
     nixl_backends: tuple[str, ...] = ("UCX",)
 
 
@@ -118,6 +122,8 @@ def parse(extra_config: Mapping[str, object]) -> Settings:
             values[key] = _names(key, value)
         elif key in _CHOICES:
             values[key] = _one_of(key, value, _CHOICES[key])
+        elif key == "inspect":
+            values[key] = _switch(key, value)
         elif key == "shared_key_file":
             values[key] = _path(key, value)
         elif key in own:
@@ -156,6 +162,12 @@ def _one_of(key: str, value: object, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise ConfigurationError(f"kv_connector_extra_config.{key}", value, " or ".join(allowed))
     return str(value)
+
+
+def _switch(key: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"kv_connector_extra_config.{key}", value, "true or false")
+    return value
 
 
 def _path(key: str, value: object) -> str:

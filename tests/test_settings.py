@@ -14,7 +14,10 @@ from kvflow.wire import messages as m
 
 TIMINGS = {field.name: field for field in dataclasses.fields(Timings)}
 OWN = {field.name: field for field in dataclasses.fields(Settings) if field.name != "timings"}
-WORDS = ("nixl_backends", "shared_key_file", "after_preemption", "cache_layout", "stream", "mode")
+WORDS = (
+    *("nixl_backends", "shared_key_file", "after_preemption", "cache_layout", "stream", "mode"),
+    "inspect",
+)
 NUMBERS = [*TIMINGS, *(name for name in OWN if name not in WORDS)]
 DEFAULTS = Settings()
 
@@ -62,6 +65,19 @@ def test_bad_backends_are_named(given: object) -> None:
     with pytest.raises(ConfigurationError, match="nixl_backends") as raised:
         parse({"nixl_backends": given})
     assert raised.value.allowed == "a list of NIXL backend names"
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_inspection_is_off_unless_it_is_switched_on(given: bool) -> None:
+    assert DEFAULTS.inspect is False
+    assert parse({"inspect": given}).inspect is given
+
+
+@pytest.mark.parametrize("given", [0, 1, "true", "on", None])
+def test_what_is_no_switch_is_named(given: object) -> None:
+    with pytest.raises(ConfigurationError, match="inspect") as raised:
+        parse({"inspect": given})
+    assert raised.value.allowed == "true or false"
 
 
 @pytest.mark.parametrize("given", ["", "key", "/etc/kvflow/key"])

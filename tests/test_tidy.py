@@ -78,6 +78,10 @@ LAYERS = {
         | frozenset({"prometheus_client"}),
         lazily=frozenset({"yaml"}),
     ),
+    "live": Layer(
+        own=frozenset({"live", "io", "wire", "ids", "errors"}),
+        others=frozenset({"msgspec", "rich", "typer"}),
+    ),
     # Only the benchmark of vLLM's hooks needs the connector, and vLLM; the others see of it what an
     # operator does.
     "bench": Layer(

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvflow.core.events import Event, PrefillAborted, PrefillAdvanced, PrefillPreempted
-from kvflow.ids import Rank
+from kvflow.ids import Address, Rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,10 @@ class StepEvents(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class WorkerHello(KVConnectorHandshakeMetadata):
-    """Worker -> scheduler, at start: the worker's coordinates, encoded."""
+    """Worker -> scheduler, at start: the worker's coordinates, encoded, and its window, if any."""
 
     payload: bytes
+    window: Address | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ raises into the scheduler: it becomes an event that fails that one load.
 
 import enum
 import itertools
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from kvflow.connector import params as p
 from kvflow.connector.groups import Group, has_state, leave_last_token, tokens_to_share
 from kvflow.connector.metadata import NewHellos, StepEvents, WorkerHello
 from kvflow.connector.progress import Progress
-from kvflow.connector.worker import loops_here
+from kvflow.connector.reception import Reception
 from kvflow.core.events import (
     BlocksAllocated,
     Event,
@@ -31,18 +30,15 @@ from kvflow.core.events import (
     PrefillsResumed,
     PrefillsStalled,
     PrefillStarted,
-    ReleaseAsked,
     ReleaseWanted,
     RequestEnded,
 )
 from kvflow.core.notices import Offer
 from kvflow.core.producer import prefill_name
 from kvflow.errors import ConfigurationError
-from kvflow.ids import ATTEMPT_STRIDE, Address, Rank, RequestId, TransferId
+from kvflow.ids import ATTEMPT_STRIDE, Address, RequestId, TransferId
 from kvflow.io.seal import Seal
-from kvflow.io.side_channel import SideChannel
 from kvflow.observe.log import get_logger
-from kvflow.observe.watch import Watch
 from kvflow.settings import Settings
 
 if TYPE_CHECKING:
@@ -89,11 +85,7 @@ class SchedulerHalf:
         self._engine_id = engine_id
         self._groups = groups
         self._randomized = not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION
-        self._listens = config.kv_transfer_config.is_kv_producer
-        self.address = Address(
-            envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
-            envs.VLLM_NIXL_SIDE_CHANNEL_PORT + config.parallel_config.data_parallel_index,
-        )
+        self._gives = config.kv_transfer_config.is_kv_producer
         self._attempts = itertools.count(ATTEMPT_STRIDE, ATTEMPT_STRIDE)
         self._events: list[Event] = []
         self._prefills: dict[RequestId, TransferId] = {}
@@ -113,39 +105,22 @@ class SchedulerHalf:
             config.kv_transfer_config.kv_buffer_device == "cpu"
             and config.device_config.device_type != "cpu"
         )
-        self._released: deque[TransferId] = deque()
-        self._side_channel = SideChannel(
-            engine_id=engine_id,
-            release=self._release_asked,
-            seal=seal or Seal(),
-            refused=Watch(engine=engine_id[:8]).refused,
-            connections_max=settings.side_channel_connections_max,
-        )
+        self._reception = Reception(config, engine_id, settings, seal)
 
     # -- side channel ------------------------------------------------------------------------------
 
     def introduce(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
         """Serve the workers' coordinates. Raises `TransportError` if the port is taken."""
-        if not self._listens:
-            return
-        self._side_channel.introduce({Rank(*rank): h.payload for rank, h in hellos.items()})
-        self.address = self._side_channel.listen(self.address)
-        self._log.info("side channel listens", address=self.address)
+        self._reception.introduce(hellos)
 
-    def _release_asked(self, transfer_id: TransferId) -> None:
-        """A router gives a transfer up; in the side channel's thread.
-
-        An idle engine makes no step, so a worker in this process is told directly.
-        """
-        loop = loops_here.get(self._engine_id)
-        if loop is not None:
-            loop.submit([ReleaseAsked(transfer_id=transfer_id)])
-        else:
-            self._released.append(transfer_id)
+    @property
+    def address(self) -> Address:
+        """Where the side channel listens."""
+        return self._reception.address
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
-        self._side_channel.close()
+        self._reception.close()
 
     # -- loads -------------------------------------------------------------------------------------
 
@@ -266,7 +241,7 @@ class SchedulerHalf:
     def _prefill_started(self, request: "Request") -> None:
         assert request.kv_transfer_params is not None
         request_id = RequestId(request.request_id)
-        if not self._listens:
+        if not self._gives:
             self._log.warning(
                 "prefill without transfer: kv_role is kv_consumer", request=request_id
             )
@@ -355,11 +330,10 @@ class SchedulerHalf:
         """Everything that happened since the last step."""
         for id_ in sorted(output.preempted_req_ids or ()):
             self._preempted(RequestId(id_))
-        released = [ReleaseAsked(transfer_id=id_) for id_ in self._take_released()]
         events, self._events = self._events, []
         withdrawn, self._withdrawn = self._withdrawn, []
         return StepEvents(
-            events=(*events, *released, *self._stalls(output)),
+            events=(*events, *self._reception.take_released(), *self._stalls(output)),
             withdrawn=tuple(withdrawn),
             advanced=self._progress.of_step(output),
             computes=output.total_num_scheduled_tokens > 0,
@@ -385,11 +359,6 @@ class SchedulerHalf:
         what = "asks for its KV once more" if again else "computes its prompt here"
         self._log.info(f"preempted after its KV had landed: {what}", request=request_id)
 
-    def _take_released(self) -> Iterator[TransferId]:
-        """What routers gave up through the side channel, whose thread appends to it."""
-        while self._released:
-            yield self._released.popleft()
-
     def reported(self, output: "KVConnectorOutput") -> None:
         """The workers' reports have reached the scheduler."""
         failed = output.failed_recving
@@ -399,12 +368,12 @@ class SchedulerHalf:
             if self._asked.get(request_id) is Asked.LOADING:
                 self._asked[request_id] = Asked.FAILED if id_ in failed else Asked.LANDED
         if isinstance(output.kv_connector_worker_meta, NewHellos):
-            self._side_channel.introduce(output.kv_connector_worker_meta.payloads)
+            self._reception.introduce_again(output.kv_connector_worker_meta)
 
     @property
     def has_events(self) -> bool:
         """Whether a step is needed to hand events over."""
-        return bool(self._events or self._withdrawn or self._released)
+        return bool(self._events or self._withdrawn or self._reception.has_released)
 
 
 def _check_policy(after_preemption: str, policy: str) -> None:

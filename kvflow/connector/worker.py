@@ -4,6 +4,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     CopyBlocksOp,
     KVConnectorTransferResults,
@@ -23,11 +24,12 @@ from kvflow.io.gates import Ready
 from kvflow.io.nixl_port import NixlPort
 from kvflow.io.seal import Seal
 from kvflow.io.transfer_loop import TransferLoop
+from kvflow.io.window import Inspection
+from kvflow.observe.history import History, watching
 from kvflow.observe.log import get_logger
 from kvflow.observe.meter import Meter
 from kvflow.observe.metrics import Reading
 from kvflow.observe.trace import from_environment
-from kvflow.observe.watch import Watch
 from kvflow.settings import Settings
 
 if TYPE_CHECKING:
@@ -72,13 +74,17 @@ class WorkerHalf:
         meter = Meter(str(self._rank))
         self._read_at = 0.0
         self._has_news = False
+        trace = from_environment(engine_id, self._rank)
+        history = History() if settings.inspect else None
+        host = envs.VLLM_NIXL_SIDE_CHANNEL_HOST
         self.loop = TransferLoop(
             settings=settings,
             seal=seal,
             make_port=self._make_port,
-            observer=Watch(from_environment(engine_id, self._rank), meter, **fields),
+            observer=watching(history, trace, meter, **fields),
             meter=meter,
             name=f"kvflow-{self._rank}",
+            inspection=Inspection(host=host, history=history) if history is not None else None,
         )
         loops_here[engine_id] = self.loop
 
@@ -114,7 +120,7 @@ class WorkerHalf:
 
     def hello(self) -> WorkerHello | None:
         """This worker's coordinates, for the side channel."""
-        return WorkerHello(self._hello) if self._hello is not None else None
+        return WorkerHello(self._hello, self.loop.window) if self._hello is not None else None
 
     def take_changed_hello(self) -> NewHellos | None:
         """The same after a wake-up, once."""

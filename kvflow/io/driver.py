@@ -119,6 +119,11 @@ class Driver:
             each.can_post(in_flight_max) and self._may_post(each) for each in self._transfers
         )
 
+    @property
+    def under_way(self) -> tuple[Transfer, ...]:
+        """The writes and reads that have not ended."""
+        return tuple(self._transfers)
+
     def reads(self, requests: Iterable[RequestId]) -> bool:
         """Whether some write may still read one of these prefills' blocks."""
         return any(self.engine.ledger.reads(request) for request in requests)

@@ -26,6 +26,7 @@ from kvflow.io.seal import Seal
 from kvflow.io.side_channel import meet
 from kvflow.io.thread import LoopThread, Outbox
 from kvflow.io.timer import PollTimer
+from kvflow.io.window import Inspection, Window
 from kvflow.observe.meter import Meter
 from kvflow.observe.metrics import Reading
 from kvflow.observe.observer import Observer
@@ -46,6 +47,7 @@ class TransferLoop:
 
     make_port   called in the loop thread, so that the agent is born where it lives.
     meter       where this worker's counts are kept.
+    inspection  whoever asks is shown what is live, at `window`; None: nobody.
     model_runs  set by vLLM's thread: it computes a step, and takes no report before its end.
     """
 
@@ -59,6 +61,7 @@ class TransferLoop:
         meter: Meter | None = None,
         name: str = "kvflow",
         clock: Callable[[], float] = time.monotonic,
+        inspection: Inspection | None = None,
     ) -> None:
         self.outbox = Outbox()
         self.model_runs = self._paced_for = False
@@ -75,6 +78,15 @@ class TransferLoop:
         self._driver: Driver | None = None
         self._timer: PollTimer | None = None
         self._soon: asyncio.Handle | None = None
+        self._window: Window | None = None
+        if inspection is not None:
+            self._window = Window(
+                inspection,
+                driver=lambda: self._driver,
+                clock=clock,
+                refused=observer.refused,
+                seal=self._seal,
+            )
         self._meetings: set[asyncio.Task[m.MeetReply]] = set()
         self._intervals_s = {
             Urgency.QUICK: settings.poll_quick_us / 1e6,
@@ -89,6 +101,11 @@ class TransferLoop:
     def native_id(self) -> int | None:
         """The loop thread's id for the system."""
         return self._thread.native_id
+
+    @property
+    def window(self) -> Address | None:
+        """Where live transfers are shown, once `open` has been called; None: nowhere."""
+        return self._window.address if self._window is not None else None
 
     def read_meter(self) -> Reading:
         """What has changed in the counts since the last call."""
@@ -144,6 +161,9 @@ class TransferLoop:
             self.suspend()
         except KVFlowError as error:
             self._observer.failed("close", error)
+        if self._window is not None:
+            with contextlib.suppress(TransportError):
+                self._thread.run(self._window.close(), _CLOSE_TIMEOUT_S)
         if not self._thread.stop():
             self._observer.failed("close", TransportError("the loop thread does not end"))
 
@@ -152,6 +172,8 @@ class TransferLoop:
     async def _open(self, identity: Identity) -> bytes:
         if self._driver is not None:
             raise TransportError("the transfer loop is open already")
+        if self._window is not None:
+            await self._window.open()
         with contextlib.ExitStack() as undo:
             port = self._make_port(identity)
             undo.callback(port.close)

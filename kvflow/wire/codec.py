@@ -8,14 +8,21 @@ import msgspec
 
 from kvflow.core.notices import Notice
 from kvflow.errors import RemoteProtocolError
+from kvflow.wire import live
 from kvflow.wire import messages as m
+
+Request = (
+    m.MeetRequest | m.ReleaseRequest | live.WindowsRequest | live.LiveRequest | live.InspectRequest
+)
+Answer = m.MeetReply | m.Released | live.Windows | live.Live | live.Inspected
+Reply = Answer | m.Refusal
 
 _VERSION = bytes([m.PROTOCOL_VERSION])
 _ENCODER = msgspec.msgpack.Encoder()
 _FRAME = msgspec.msgpack.Decoder(m.Frame)
 _HELLO = msgspec.msgpack.Decoder(m.Hello)
-_REQUEST = msgspec.msgpack.Decoder(m.MeetRequest | m.ReleaseRequest)
-_REPLY = msgspec.msgpack.Decoder(m.MeetReply | m.Released | m.Refusal)
+_REQUEST = msgspec.msgpack.Decoder(Request)
+_REPLY = msgspec.msgpack.Decoder(Reply)
 _TWINS = {message.core: message for message in m.NOTICES}
 
 T = TypeVar("T")
@@ -51,16 +58,16 @@ def decode_hello(payload: bytes) -> m.Hello:
     return _decode(_HELLO, payload)
 
 
-def decode_request(payload: bytes) -> m.MeetRequest | m.ReleaseRequest:
-    """What a side channel is asked. Raises `RemoteProtocolError`."""
+def decode_request(payload: bytes) -> Request:
+    """What a side channel, or a window, is asked. Raises `RemoteProtocolError`."""
     return _decode(_REQUEST, payload)
 
 
-def decode_reply(payload: bytes) -> m.MeetReply | m.Released:
-    """What a side channel answers. Raises `RemoteProtocolError`, also for a refusal."""
-    reply: m.MeetReply | m.Released | m.Refusal = _decode(_REPLY, payload)
+def decode_reply(payload: bytes) -> Answer:
+    """What one of them answers. Raises `RemoteProtocolError`, also for a refusal."""
+    reply: Reply = _decode(_REPLY, payload)
     if isinstance(reply, m.Refusal):
-        raise RemoteProtocolError(f"the side channel refused: {reply.detail}")
+        raise RemoteProtocolError(f"refused: {reply.detail}")
     return reply
 
 

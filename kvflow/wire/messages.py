@@ -44,11 +44,11 @@ Some = Annotated[int, msgspec.Meta(gt=0, lt=2**31)]
 BlockIds = Annotated[tuple[BlockId, ...], msgspec.Meta(max_length=BLOCKS_PER_GROUP_MAX)]
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Unknown fields are refused: the version byte says what a peer may send."""
 
 
-class Register(_Message, frozen=True, tag="register"):
+class Register(Message, frozen=True, tag="register"):
     core: ClassVar = notices.Register
     transfer_id: TransferIdText
     attempt: Attempt
@@ -62,7 +62,7 @@ class Register(_Message, frozen=True, tag="register"):
     reads: bool = False
 
 
-class Accepted(_Message, frozen=True, tag="accepted"):
+class Accepted(Message, frozen=True, tag="accepted"):
     core: ClassVar = notices.Accepted
     transfer_id: TransferIdText
     attempt: Attempt
@@ -70,7 +70,7 @@ class Accepted(_Message, frozen=True, tag="accepted"):
     clock_s: Clock
 
 
-class Readable(_Message, frozen=True, tag="readable"):
+class Readable(Message, frozen=True, tag="readable"):
     core: ClassVar = notices.Readable
     transfer_id: TransferIdText
     attempt: Attempt
@@ -79,13 +79,13 @@ class Readable(_Message, frozen=True, tag="readable"):
     prefill: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
 
 
-class Fetched(_Message, frozen=True, tag="fetched"):
+class Fetched(Message, frozen=True, tag="fetched"):
     core: ClassVar = notices.Fetched
     transfer_id: TransferIdText
     attempt: Attempt
 
 
-class Done(_Message, frozen=True, tag="done"):
+class Done(Message, frozen=True, tag="done"):
     core: ClassVar = notices.Done
     transfer_id: TransferIdText
     attempt: Attempt
@@ -93,20 +93,20 @@ class Done(_Message, frozen=True, tag="done"):
     kept_s: SecondsOrNone = 0.0
 
 
-class Failed(_Message, frozen=True, tag="failed"):
+class Failed(Message, frozen=True, tag="failed"):
     core: ClassVar = notices.Failed
     transfer_id: TransferIdText
     attempt: Attempt
     reason: Reason
 
 
-class Cancel(_Message, frozen=True, tag="cancel"):
+class Cancel(Message, frozen=True, tag="cancel"):
     core: ClassVar = notices.Cancel
     transfer_id: TransferIdText
     attempt: Attempt
 
 
-class Renew(_Message, frozen=True, tag="renew"):
+class Renew(Message, frozen=True, tag="renew"):
     core: ClassVar = notices.Renew
     wanted: Annotated[
         tuple[tuple[TransferIdText, Attempt], ...],
@@ -115,7 +115,7 @@ class Renew(_Message, frozen=True, tag="renew"):
     write_until_s: Clock | None
 
 
-class Alive(_Message, frozen=True, tag="alive"):
+class Alive(Message, frozen=True, tag="alive"):
     core: ClassVar = notices.Alive
     standings: Annotated[
         tuple[tuple[TransferIdText, Attempt, Standing, Reason | None], ...],
@@ -124,7 +124,7 @@ class Alive(_Message, frozen=True, tag="alive"):
     clock_s: Clock
 
 
-class Probe(_Message, frozen=True, tag="probe"):
+class Probe(Message, frozen=True, tag="probe"):
     core: ClassVar = notices.Probe
 
 
@@ -134,7 +134,7 @@ AnyNotice = (
 )
 
 
-class Plane(_Message, frozen=True, kw_only=True, array_like=True):
+class Plane(Message, frozen=True, kw_only=True, array_like=True):
     """`kvflow.layout.Plane` as it travels: an array, since it comes many times."""
 
     name: Name
@@ -147,7 +147,7 @@ class Plane(_Message, frozen=True, kw_only=True, array_like=True):
     tile: Some = 1
 
 
-class Region(_Message, frozen=True, kw_only=True, array_like=True):
+class Region(Message, frozen=True, kw_only=True, array_like=True):
     """`kvflow.layout.Region` as it travels: an array, since it comes once per layer."""
 
     layer: Name
@@ -167,7 +167,7 @@ class Region(_Message, frozen=True, kw_only=True, array_like=True):
     device: Annotated[int, msgspec.Meta(ge=0, lt=2**15)]
 
 
-class Facts(_Message, frozen=True):
+class Facts(Message, frozen=True):
     """`kvflow.layout.Facts` as it travels."""
 
     model: Text
@@ -179,7 +179,7 @@ class Facts(_Message, frozen=True):
     kv_layout: Text
 
 
-class Hello(_Message, frozen=True):
+class Hello(Message, frozen=True):
     """One worker's coordinates: what a peer needs to reach it and to plan for its memory."""
 
     agent: Name
@@ -192,20 +192,20 @@ class Hello(_Message, frozen=True):
     regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=REGIONS_MAX)]
 
 
-class Frame(_Message, frozen=True):
+class Frame(Message, frozen=True):
     """What one worker sends another in one notification."""
 
     notices: Annotated[tuple[AnyNotice, ...], msgspec.Meta(max_length=NOTICES_PER_FRAME_MAX)]
     hello: Hello | None = None
 
 
-class MeetRequest(_Message, frozen=True, tag="meet"):
+class MeetRequest(Message, frozen=True, tag="meet"):
     """Side channel, first and only request of a connection: who are you?"""
 
     engine_id: Name
 
 
-class MeetReply(_Message, frozen=True, tag="met"):
+class MeetReply(Message, frozen=True, tag="met"):
     """Side channel: an engine and all its worker ranks."""
 
     engine_id: Name
@@ -213,19 +213,19 @@ class MeetReply(_Message, frozen=True, tag="met"):
     ranks: Annotated[tuple[Hello, ...], msgspec.Meta(max_length=RANKS_MAX)]
 
 
-class ReleaseRequest(_Message, frozen=True, tag="release"):
+class ReleaseRequest(Message, frozen=True, tag="release"):
     """Side channel, of a router: nobody will fetch this transfer, let its blocks go."""
 
     transfer_id: TransferIdText
 
 
-class Released(_Message, frozen=True, tag="released"):
+class Released(Message, frozen=True, tag="released"):
     """Side channel: the request was taken; the workers hear of it with their next step."""
 
     transfer_id: TransferIdText
 
 
-class Refusal(_Message, frozen=True, tag="refusal"):
+class Refusal(Message, frozen=True, tag="refusal"):
     """Side channel: the request could not be answered, and why."""
 
     detail: Text

@@ -73,6 +73,7 @@ class FakeBlocks:
 def config(role: str, policy: str, buffer: str = "cuda") -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
+            kv_role=role,
             is_kv_producer=role != "kv_consumer",
             kv_load_failure_policy=policy,
             kv_buffer_device=buffer,

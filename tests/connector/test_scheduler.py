@@ -1,7 +1,6 @@
 """The scheduler half: what vLLM's scheduler does, and which events come out of it."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,17 +9,13 @@ pytest.importorskip("vllm", reason="kvflow.connector imports vLLM")
 
 from vllm.v1.request import RequestStatus
 
-from kvflow.connector.metadata import NewHellos, WorkerHello
 from kvflow.connector.scheduler import SchedulerHalf
 from kvflow.core import events as ev
-from kvflow.errors import TransportError
-from kvflow.ids import ATTEMPT_STRIDE, Address, Rank
-from kvflow.wire import codec
+from kvflow.ids import ATTEMPT_STRIDE, Address
 
 from .fakes import (
     BLOCK,
     DECODE,
-    HELLO,
     PREFILL,
     FakeRequest,
     finish,
@@ -346,36 +341,3 @@ def test_nothing_is_remembered_of_requests_that_are_over(half: SchedulerHalf) ->
     step(half)
     for memory in (half._prefills, half._loads, half._asked, half._events):
         assert not memory
-
-
-# -- side channel --------------------------------------------------------------------------------
-
-
-def test_only_a_producer_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
-    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")
-    hellos = {(0, 0): WorkerHello(codec.encode(HELLO))}
-    consumer, producer = make("kv_consumer"), make("kv_producer")
-    consumer.introduce(hellos)
-    producer.introduce(hellos)
-    assert consumer.address.port == 0
-    assert producer.address.port != 0
-    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(producer.address.port))
-    with pytest.raises(TransportError, match=str(producer.address.port)):
-        make("kv_producer").introduce(hellos)
-    for half in (consumer, producer):
-        half.close()
-        half.close()
-
-
-def test_coordinates_after_a_wake_up_are_served_anew(half: SchedulerHalf) -> None:
-    first = half._side_channel._reply()
-    output: Any = SimpleNamespace(
-        finished_recving=None,
-        failed_recving=set(),
-        kv_connector_worker_meta=NewHellos({Rank(0, 0): codec.encode(HELLO)}),
-    )
-    half.reported(output)
-    second = half._side_channel._reply()
-    assert second.ranks == (HELLO,)
-    assert first.incarnation != second.incarnation

@@ -33,6 +33,9 @@ def test_deadlines_do_what_a_dictionary_would_f1(steps: list[tuple[str, str, flo
                 assert model.pop(due) == earliest
         assert deadlines.next() == min(model.values(), default=None)
         assert len(deadlines) == len(model)
+        assert {key: deadlines.at(key) for key in "abcde"} == {
+            key: model.get(key) for key in "abcde"
+        }
 
 
 def test_the_earliest_is_popped_first_and_equal_ones_in_the_order_of_arming() -> None:

@@ -154,7 +154,7 @@ def test_whatever_state_a_record_is_in_its_deadline_is_armed_f1(
     bench = Bench()
     way(bench)
     records = bench.engine.records
-    armed = set(records.deadlines._serials)
+    armed = set(records.deadlines._armed)
     keys = {("producer", key) for key in records.producers}
     keys |= {("consumer", key) for key in records.consumers}
     keys |= {("peer", each.key) for each in records.engines.values()}

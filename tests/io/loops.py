@@ -19,6 +19,8 @@ from kvflow.io.coordinates import Identity
 from kvflow.io.seal import Seal
 from kvflow.io.side_channel import SideChannel
 from kvflow.io.transfer_loop import TransferLoop
+from kvflow.io.window import Inspection
+from kvflow.observe.history import History
 from kvflow.settings import Settings
 from kvflow.testing.port import Faults, MemoryNetwork, MemoryPort
 
@@ -87,10 +89,12 @@ class Worker:
         seed: int,
         settings: Settings = FAST,
         seal: Seal | None = None,
+        role: str = "kv_producer",
     ) -> None:
         self.name = name
         self.memory = Memory(seed=seed)
-        self.notes = Notes()
+        history = History() if settings.inspect else None
+        self.notes = Notes(history=history)
         self.faults = Faults()
         self.ports: list[MemoryPort] = []
         self.sent: list[RequestId] = []
@@ -103,14 +107,19 @@ class Worker:
             observer=self.notes,
             seal=seal,
             name=name,
+            inspection=Inspection(host=HERE, history=history) if history is not None else None,
         )
         self.side_channel = SideChannel(
             engine_id=name,
             refused=lambda kind, detail: self.notes.refused(kind, detail),
             connections_max=16,
             seal=seal or Seal(),
+            role=role,
+            inspect=settings.inspect,
         )
         self.open()
+        if self.loop.window is not None:
+            self.side_channel.show({Rank(0, 0): self.loop.window})
         self.address = self.side_channel.listen(Address(HERE, 0))
 
     def _make_port(self, who: Identity) -> MemoryPort:

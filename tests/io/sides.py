@@ -16,6 +16,7 @@ from kvflow.io.coordinates import Identity
 from kvflow.io.driver import Driver
 from kvflow.io.seal import Seal
 from kvflow.layout import Facts, Region
+from kvflow.observe.history import History
 from kvflow.observe.observer import Carried
 from kvflow.settings import Settings
 from kvflow.testing.port import MemoryNetwork, MemoryPort
@@ -106,8 +107,9 @@ class Reports:
 
 @dataclass
 class Notes:
-    """An observer that keeps everything."""
+    """An observer that keeps everything, and lets a history remember if there is one."""
 
+    history: History | None = None
     moves: list[Moved] = field(default_factory=list)
     orders: list[Carried] = field(default_factory=list)
     ignored_kinds: Counter[str] = field(default_factory=Counter)
@@ -116,6 +118,8 @@ class Notes:
 
     def moved(self, moved: Moved) -> None:
         self.moves.append(moved)
+        if self.history is not None:
+            self.history.note(moved)
 
     def carried(self, carried: Carried) -> None:
         self.orders.append(carried)

@@ -19,7 +19,7 @@ import uvloop
 
 from kvflow.core import Timings
 from kvflow.ids import Address, Rank
-from kvflow.io import side_channel
+from kvflow.io import framing
 from kvflow.io.side_channel import SideChannel, meet
 from kvflow.settings import Settings
 from kvflow.wire import codec
@@ -124,7 +124,7 @@ def test_those_beyond_the_limit_are_closed_at_once_and_counted_f20(
     flooded: Flooded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those within it have all the time that they want."""
-    monkeypatch.setattr(side_channel, "_REQUEST_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(framing, "_REQUEST_TIMEOUT_S", 3600.0)
     before = files()
     with silent_clients(flooded.address) as clients:
         assert left_open(clients) == SERVED_MAX

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvflow.errors import RemoteProtocolError, TransportError
 from kvflow.ids import Address
-from kvflow.io import side_channel
+from kvflow.io import framing
 from kvflow.io.side_channel import SideChannelServer, meet
 from kvflow.wire import codec
 from kvflow.wire import messages as m
@@ -121,7 +121,7 @@ def test_no_bytes_stop_the_server(payloads: list[bytes], together: bool) -> None
 
 
 def test_one_that_sends_a_byte_now_and_then_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_channel, "_REQUEST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(framing, "_REQUEST_TIMEOUT_S", 0.1)
 
     async def check() -> None:
         async with serving(connections_max=1) as served:
@@ -143,7 +143,7 @@ def test_one_that_sends_a_byte_now_and_then_is_cut_off(monkeypatch: pytest.Monke
 
 def test_one_that_never_reads_its_reply_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reply too large for the sockets' buffers, to a client that does not read."""
-    monkeypatch.setattr(side_channel, "_REQUEST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(framing, "_REQUEST_TIMEOUT_S", 0.2)
     fields = {name: getattr(HELLO, name) for name in HELLO.__struct_fields__}
     big = m.Hello(**{**fields, "metadata": bytes(7 * 2**20)})
 
