@@ -13,12 +13,17 @@ from vllm import envs
 from kvflow.connector.metadata import NewHellos, WorkerHello
 from kvflow.connector.worker import loops_here
 from kvflow.core.events import ReleaseAsked
+from kvflow.errors import TransportError
 from kvflow.ids import Address, Rank, TransferId
 from kvflow.io.seal import Seal
 from kvflow.io.side_channel import SideChannel
 from kvflow.observe.log import get_logger
 from kvflow.observe.watch import Watch
 from kvflow.settings import Settings
+
+_WHY = (
+    "a consumer listens since `inspect` is on, and needs a VLLM_NIXL_SIDE_CHANNEL_PORT of its own"
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,7 +40,8 @@ class Reception:
     ) -> None:
         assert config.kv_transfer_config is not None
         self._engine_id = engine_id
-        self._listens = config.kv_transfer_config.is_kv_producer or settings.inspect
+        self._gives = config.kv_transfer_config.is_kv_producer
+        self._listens = self._gives or settings.inspect
         self.address = Address(
             envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
             envs.VLLM_NIXL_SIDE_CHANNEL_PORT + config.parallel_config.data_parallel_index,
@@ -58,7 +64,12 @@ class Reception:
             return
         self.side_channel.introduce({Rank(*rank): h.payload for rank, h in hellos.items()})
         self.side_channel.show({Rank(*rank): h.window for rank, h in hellos.items() if h.window})
-        self.address = self.side_channel.listen(self.address)
+        try:
+            self.address = self.side_channel.listen(self.address)
+        except TransportError as error:
+            if self._gives:
+                raise
+            raise TransportError(f"{error}; {_WHY}") from error
         self._log.info("side channel listens", address=self.address)
 
     def introduce_again(self, hellos: NewHellos) -> None:

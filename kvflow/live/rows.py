@@ -21,14 +21,20 @@ _SINCE = "in state for"
 _WAITS = "waits for"
 _IDS = ("transfer", "request")
 _GAP = 2
-_ID_CHARS = (10, 512)
+_ID_CHARS = (10, 60)
+_ENDLESS = 1000
+"""In so wide a console, a pipe's, nothing is cut."""
 _WAITS_CHARS = 36
 """What is waited for has at least so much before ids get more than their least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One column. `from_width`: consoles of at least so many columns have it."""
+    """One column.
+
+    chars       it has at most so many; 0: what is left over.
+    from_width  consoles of at least so many columns have it.
+    """
 
     title: str
     cell: Callable[[Row], str]
@@ -91,31 +97,39 @@ def table(rows: Sequence[Row], *, several: bool, stuck_s: float, width: int, wra
     columns = [column for column in _COLUMNS if width >= column.from_width]
     if several:
         columns = [_ENGINE, *columns]
-    ids = _id_chars(columns, width)
+    stuck = [row[2].in_state_ms >= stuck_s * 1000 for row in rows]
+    cells = [
+        [_cell(column, row, is_stuck) for column in columns]
+        for row, is_stuck in zip(rows, stuck, strict=True)
+    ]
+    ids = _id_chars(columns, cells, width)
     made = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
     for column in columns:
-        is_id = column.title in _IDS
+        folds = wrap and column.title == _WAITS
+        most = ids if column.title in _IDS else column.chars
         made.add_column(
             column.title,
             justify="right" if column.right else "left",
-            max_width=ids if is_id else column.chars or None,
-            no_wrap=not (wrap and column.title == _WAITS),
-            overflow="fold" if wrap and column.title == _WAITS else "ellipsis",
-            ratio=1 if column.title == _WAITS else None,
+            max_width=most or None if width < _ENDLESS else None,
+            no_wrap=not folds,
+            overflow="fold" if folds else "ellipsis",
         )
-    for row in rows:
-        stuck = row[2].in_state_ms >= stuck_s * 1000
-        cells = [
-            ("! " if stuck and column.title == _SINCE else "") + printable(column.cell(row))
-            for column in columns
-        ]
-        made.add_row(*map(Text, cells), style=STUCK if stuck else None)
+    for texts, is_stuck in zip(cells, stuck, strict=True):
+        made.add_row(*map(Text, texts), style=STUCK if is_stuck else None)
     return made
 
 
-def _id_chars(columns: Sequence[Column], width: int) -> int:
+def _cell(column: Column, row: Row, is_stuck: bool) -> str:
+    mark = "! " if is_stuck and column.title == _SINCE else ""
+    return mark + printable(column.cell(row))
+
+
+def _id_chars(columns: Sequence[Column], cells: Sequence[Sequence[str]], width: int) -> int:
     """Of a transfer's or a request's id, so much is shown."""
     least, most = _ID_CHARS
     ids = sum(column.title in _IDS for column in columns)
-    taken = sum(column.chars for column in columns) + _GAP * len(columns) + _WAITS_CHARS
+    taken = _GAP * len(columns) + _WAITS_CHARS
+    for number, column in enumerate(columns):
+        longest = max([len(column.title), *(len(texts[number]) for texts in cells)])
+        taken += min(longest, column.chars)
     return min(max((width - taken) // ids, least), most)

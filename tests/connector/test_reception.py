@@ -58,8 +58,9 @@ def test_every_engine_whose_transfers_may_be_inspected_listens(
             (0, 1, "127.0.0.1", 4712),
         ]
         monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(half.address.port))
-        with pytest.raises(TransportError, match=str(half.address.port)):
+        with pytest.raises(TransportError, match=str(half.address.port)) as raised:
             make("kv_consumer", Settings(inspect=True)).introduce(hellos)
+        assert "`inspect` is on" in str(raised.value)
     finally:
         half.close()
 

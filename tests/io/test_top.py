@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvflow.cli import app
-from kvflow.ids import Address
+from kvflow.ids import Address, Rank
 from kvflow.io.seal import KEY_BYTES_MIN, Seal
 from kvflow.testing.port import MemoryNetwork
 
@@ -166,6 +166,25 @@ def test_the_shared_key_is_needed_and_is_enough(network: MemoryNetwork, tmp_path
             assert result.exit_code == 2
             assert "shared_key_file" in result.stderr
             assert command(*arguments, "--shared-key-file", key).exit_code == 0
+
+
+def test_each_rank_is_asked_and_one_that_is_silent_hides_no_other(
+    stuck_pair: tuple[Worker, Worker],
+) -> None:
+    _, consumer = stuck_pair
+    consumer.side_channel.show({Rank(0, 1): nobody()})
+    top = command("top", consumer.address, "--once")
+    assert top.exit_code == 0
+    lines = top.stdout.splitlines()
+    assert lines[0].endswith("2 ranks")
+    assert re.match(r"  pp0\.tp0  1 live  ", lines[1])
+    assert re.match(r"  pp0\.tp1  pp0\.tp1: .*Connect call failed", lines[2])
+    assert any("consumer pp0.tp0" in line and line.startswith("stuck") for line in lines)
+    told = command("inspect", consumer.address, "stuck")
+    assert told.exit_code == 0
+    assert "pp0.tp0 as consumer" in told.stdout
+    assert SENTENCE.fullmatch(told.stderr)
+    assert "pp0.tp1" in told.stderr
 
 
 # -- inspect ---------------------------------------------------------------------------------------

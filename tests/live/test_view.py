@@ -204,6 +204,24 @@ def test_it_fits_into_a_narrow_terminal(width: int) -> None:
     assert max(map(len, lines)) <= width
 
 
+def test_in_a_pipe_nothing_is_cut() -> None:
+    long = row(
+        "t" * 256, request_id="r" * 512, peer="p" * 512, waits_for="w" * 1000, state="s" * 99
+    )
+    lines = drawn(view(worker(long)), width=4096)
+    (line,) = [line for line in lines if line.startswith("tt")]
+    assert "…" not in line
+    for letter, count in (("t", 256), ("r", 512), ("p", 512), ("w", 1000), ("s", 99)):
+        assert letter * count in line
+
+
+def test_a_wider_screen_shows_more_of_the_ids() -> None:
+    rows = [row("t" * 256, request_id="r" * 512)]
+    told = [drawn(view(worker(*rows)), width=width)[-1].count("t") for width in (80, 120, 200)]
+    assert told == sorted(set(told))
+    assert told[0] >= 9
+
+
 def test_json_has_what_the_screen_has() -> None:
     told = json.loads(
         of_top([view(worker(row("a", 6000), count=3)), view(error="gone")], stuck_s=5.0)
