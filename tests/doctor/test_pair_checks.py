@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -250,9 +250,9 @@ def _answering(data: bytes) -> Iterator[Address]:
                     connection, _ = server.accept()
                 except OSError:
                     return
-                with connection:
-                    connection.sendall(data)
-                    connection.recv(4096)
+                with connection, suppress(OSError):
+                    while connection.recv(4096):
+                        connection.sendall(data)
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
