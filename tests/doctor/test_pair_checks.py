@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from kvflow.doctor import network
@@ -18,17 +17,13 @@ from kvflow.doctor.checks import pair
 from kvflow.doctor.described import side
 from kvflow.doctor.facts import Side
 from kvflow.doctor.findings import Finding, Severity
-from kvflow.ids import Address, AgentName, Rank, new_incarnation
-from kvflow.io.coordinates import Identity
+from kvflow.ids import Address
 from kvflow.io.seal import Seal
-from kvflow.io.side_channel import SideChannel
-from kvflow.layout import Facts, Region
-from kvflow.wire import codec
 
 from .made_up import named, the_worst, worst
+from .side_channels import HERE, engine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-HERE = Address("127.0.0.1", 0)
 ENGINE: dict[str, Any] = {
     "model": "small",
     "dtype": "float16",
@@ -122,52 +117,6 @@ def test_a_region_table_that_makes_no_sense_is_said_and_nothing_else_is_asked(
 
 
 # -- running -------------------------------------------------------------------------------------
-
-FACTS = Facts(
-    model="tiny",
-    kv_dtype="torch.bfloat16",
-    block_sizes=(16,),
-    group_kinds=("FullAttentionSpec",),
-    tp_size=1,
-    pp_size=1,
-    kv_layout="page",
-)
-
-
-@contextmanager
-def engine(
-    name: str, *, tokens: int = 16, ranks: bool = True, seal: Seal | None = None
-) -> Iterator[Address]:
-    """A side channel of an engine whose kernels permute the tokens of a block."""
-    memory = np.zeros((32, tokens * 64), dtype=np.uint8)
-    region = Region.pages(
-        layer="layer.0",
-        group=0,
-        base=memory.ctypes.data,
-        block_bytes=memory.shape[1],
-        stride_bytes=memory.shape[1],
-        blocks=len(memory),
-        memory="DRAM",
-        device=0,
-        tokens=tokens,
-    )
-    identity = Identity(
-        engine_id=name,
-        incarnation=new_incarnation(),
-        rank=Rank(0, 0),
-        facts=replace(FACTS, block_sizes=(tokens,)),
-        regions=(region,),
-    )
-    channel = SideChannel(
-        engine_id=name, refused=lambda *_: None, connections_max=8, seal=seal or Seal()
-    )
-    if ranks:
-        hello = identity.hello(AgentName(f"{name}/agent"), b"metadata")
-        channel.introduce({Rank(0, 0): codec.encode(hello)})
-    try:
-        yield channel.listen(HERE)
-    finally:
-        channel.close()
 
 
 def met(name: str, address: Address, seal: Seal | None = None) -> Side:
