@@ -79,6 +79,12 @@ LAYERS = {
         | frozenset({"prometheus_client"}),
         lazily=frozenset({"yaml"}),
     ),
+    "doctor": Layer(
+        own=frozenset({"doctor", "planning", "settings", "io", "core", "layout", "wire"})
+        | frozenset({"ids", "errors"}),
+        others=frozenset({"httpx", "msgspec", "numpy", "packaging", "rich", "typer"}),
+        lazily=frozenset({"psutil"}),
+    ),
     # Only the benchmark of vLLM's hooks needs the connector, and vLLM; the others see of it what an
     # operator does.
     "bench": Layer(
@@ -276,6 +282,9 @@ def imported_by(code: str) -> set[str]:
         ("kvflow/bench/serve.py", "from kvflow.demo import engines", 0),
         ("kvflow/bench/serve.py", "from kvflow.router import app", 1),
         ("kvflow/connector/facade.py", "import torch, vllm\nfrom kvflow.wire import codec", 1),
+        ("kvflow/doctor/network.py", "def ask():\n    import psutil", 0),
+        ("kvflow/doctor/network.py", "import psutil", 1),
+        ("kvflow/doctor/probes.py", "from kvflow.connector import supported", 1),
         ("kvflow/cli.py", "import typer\nfrom kvflow.demo import serve", 0),
     ],
 )

@@ -49,7 +49,8 @@ def counts(results: Sequence[Result]) -> Counter[Severity]:
 
 def print_report(results: Sequence[Result]) -> None:
     """Grouped by check; what is in order takes one line, all else says why and what to set."""
-    fancy = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    fancy = sys.stdout.isatty() and is_unicode and "NO_COLOR" not in os.environ
     console = Console(highlight=False, soft_wrap=True, no_color=not fancy, markup=False)
     width = min(console.width, _WIDTH) if fancy else _WIDTH
     for result in results:
@@ -68,9 +69,13 @@ def print_report(results: Sequence[Result]) -> None:
 def summary(results: Sequence[Result]) -> str:
     """One line."""
     found = counts(results)
+    broken, warned, noted = (
+        found[each] for each in (Severity.BREAKS, Severity.WARNING, Severity.NOTE)
+    )
     numbers = (
-        f"{found[Severity.BREAKS]} break serving, {found[Severity.WARNING]} warnings, "
-        f"{found[Severity.NOTE]} notes, {found[Severity.OK]} in order"
+        f"{broken} break{'s' if broken == 1 else ''} serving, "
+        f"{warned} warning{'' if warned == 1 else 's'}, "
+        f"{noted} note{'' if noted == 1 else 's'}, {found[Severity.OK]} in order"
     )
     if found[Severity.BREAKS]:
         return f"Not ready: {numbers}."

@@ -96,6 +96,16 @@ def test_differences_that_only_cost_are_notes_with_both_values(tmp_path: Path) -
     assert "tensor-parallel sizes differ: 1 at the producer, 2" in notes
 
 
+def test_different_kinds_of_memory_are_a_note(tmp_path: Path) -> None:
+    producer = described(tmp_path, "producer")
+    hello = producer.ranks[0]
+    regions = tuple(msgspec.structs.replace(each, memory="DRAM") for each in hello.regions)
+    staged = replace(producer, ranks=(msgspec.structs.replace(hello, regions=regions),))
+    said = list(pair.check(staged, described(tmp_path, "consumer")))
+    (noted,) = named(Severity.NOTE, said)
+    assert noted == ("The kinds of memory differ: DRAM at the producer, VRAM at the consumer.")
+
+
 def test_a_rank_that_is_missing_breaks_serving_on_both_counts(tmp_path: Path) -> None:
     whole = described(tmp_path, "producer", tp=2)
     lacking = replace(whole, ranks=whole.ranks[:1])
@@ -140,7 +150,7 @@ def test_a_wrong_block_size_between_running_engines_is_named_with_both_values() 
         said = list(pair.check(met("producer", ends[0]), met("consumer", ends[1])))
     (broken,) = [each for each in said if each.severity is Severity.BREAKS]
     assert "is 16 at the producer and 32 at the consumer" in broken.found
-    assert "tokens" in broken.found or "tile" in broken.found
+    assert "--block-size" in broken.to_do
 
 
 def test_an_engine_compared_with_itself_is_a_warning() -> None:
@@ -169,6 +179,9 @@ def test_another_key_is_told_apart() -> None:
     with engine("a", seal=Seal(b"k" * 32)) as address:
         without = the_worst(list(pair.check(met("producer", address), None)))
         with_key = list(pair.check(met("producer", address, Seal(b"k" * 32)), None))
+    with engine("b") as open_address:
+        needless = the_worst(list(pair.check(met("b", open_address, Seal(b"k" * 32)), None)))
+    assert needless.to_do.startswith("Leave --shared-key-file out")
     assert without.severity is Severity.BREAKS
     assert "--shared-key-file" in without.to_do
     assert worst(with_key) is Severity.OK

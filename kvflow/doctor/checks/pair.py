@@ -13,6 +13,7 @@ from kvflow.doctor.findings import Finding, breaks, note, ok, warning
 from kvflow.errors import IncompatiblePeersError, RemoteProtocolError
 from kvflow.ids import Incarnation, Rank
 from kvflow.io.coordinates import Identity, facts_of, rank_of, regions_of
+from kvflow.io.nixl_port import registered_ranges
 from kvflow.layout import Facts
 from kvflow.wire import messages as m
 
@@ -35,6 +36,11 @@ _TO_DO = (
     (
         "tokens per block",
         "Give both the same --block-size, or sizes whose common divisor is whole tiles.",
+    ),
+    (
+        "tile",
+        "Give both the same --block-size and --attention-backend: these kernels permute the tokens "
+        "of a block.",
     ),
     (
         "encoding",
@@ -131,6 +137,8 @@ def _not_met(side: Side) -> Finding:
     why = "A consumer is refused in the same way, and each of its loads fails."
     if "protocol version" in side.error:
         to_do = "Install the same kvflow for both engines, and here."
+    elif "without a seal" in side.error:
+        to_do = "Leave --shared-key-file out, or set shared_key_file at that engine as well."
     elif "seal" in side.error or "key" in side.error:
         to_do = "Give --shared-key-file the file of the engines' setting shared_key_file."
     elif "did not answer" in side.error:
@@ -139,15 +147,16 @@ def _not_met(side: Side) -> Finding:
 
 
 def _in_words(side: Side, facts: Facts) -> str:
-    regions = [region for hello in side.ranks for region in regions_of(hello)]
-    memories = " and ".join(sorted({region.memory for region in regions}))
-    pool = sum(region.span_bytes for region in regions_of(side.ranks[0]))
-    blocks = " and ".join(f"{size}" for size in dict.fromkeys(facts.block_sizes))
+    ranges = registered_ranges(regions_of(side.ranks[0]))
+    pool = sum(each.stop - each.start for each in ranges)
+    ranks = len(side.ranks)
     engine = f"engine {side.engine_id}, " if side.engine_id else ""
     return (
         f"{engine}protocol {m.PROTOCOL_VERSION}, model {facts.model}, KV {facts.kv_dtype}, blocks "
-        f"of {blocks} tokens, layout {facts.kv_layout}, TP {facts.tp_size}, PP {facts.pp_size}, "
-        f"{len(side.ranks)} ranks, {memories} ({in_bytes(pool)} in rank {rank_of(side.ranks[0])})"
+        f"of {_plain(facts.block_sizes)} tokens, layout {facts.kv_layout}, TP {facts.tp_size}, "
+        f"PP {facts.pp_size}, "
+        f"{ranks} rank{'' if ranks == 1 else 's'}, {_memory(side)} ({in_bytes(pool)} in rank "
+        f"{rank_of(side.ranks[0])})"
     )
 
 
@@ -166,9 +175,10 @@ def _together(producer: Side, consumer: Side) -> Iterator[Finding]:
             next((to_do for start, to_do in _TO_DO if field.startswith(start)), _OTHERWISE),
         )
     if not refusals:
-        ranks = f"{len(producer.ranks)} producer and {len(consumer.ranks)} consumer ranks"
+        ranks = f"ranks: {len(producer.ranks)} and {len(consumer.ranks)}"
         yield ok(f"KV moves from producer to consumer ({ranks}).", "The meeting will not refuse.")
         yield from _differences(facts_of(producer.ranks[0]), facts_of(consumer.ranks[0]))
+        yield from _memories(_memory(producer), _memory(consumer))
 
 
 def _refusals(
@@ -206,8 +216,26 @@ def _differences(ours: Facts, theirs: Facts) -> Iterator[Finding]:
             )
 
 
+def _memories(ours: str, theirs: str) -> Iterator[Finding]:
+    if ours != theirs:
+        yield note(
+            f"The kinds of memory differ: {ours} at the producer, {theirs} at the consumer.",
+            "NIXL moves between them, but other transports may carry it than between equals.",
+            "Nothing, if it is meant (kv_buffer_device cpu, or an engine without a GPU).",
+        )
+
+
+def _memory(side: Side) -> str:
+    """Of its regions: "VRAM" or "DRAM"."""
+    regions = (region for hello in side.ranks for region in hello.regions)
+    return " and ".join(sorted({region.memory for region in regions}))
+
+
 def _plain(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    """A tuple as its numbers, or as the one that it has of all groups."""
+    if not isinstance(value, tuple):
+        return str(value)
+    return ", ".join(map(str, value if len(set(value)) > 1 else value[:1]))
 
 
 def _identity(hello: m.Hello) -> Identity:

@@ -107,8 +107,8 @@ def _memlock(limits: Limits) -> Finding:
         )
     return breaks(
         f"At most {in_bytes(limits.memlock_bytes)} of memory may be locked (RLIMIT_MEMLOCK).",
-        "Registered memory is locked, and a worker registers its whole KV pool: the engine ends at "
-        "start with an error of registration (ibv_reg_mr, ENOMEM).",
+        "Registered memory is locked, and a worker registers its whole KV pool: that fails "
+        "(ibv_reg_mr: cannot allocate memory), and the engine ends at start.",
         "ulimit -l unlimited: docker --ulimit memlock=-1, systemd LimitMEMLOCK=infinity, or "
         "/etc/security/limits.conf; or give CAP_IPC_LOCK.",
     )
