@@ -116,7 +116,7 @@ class NixlPair:
     tls         UCX_TLS that they had; None: unset.
     failed_at   "import", "agent", "peer", "write", "bytes", "measuring"; "" if all went well.
     error       what was said then.
-    complaints  UCX's own errors.
+    complaints  UCX's and NIXL's own errors.
     data        lanes of writes; empty if UCX did not say, or is not in use.
     notices     lanes of notifications.
     """

@@ -15,7 +15,8 @@ from kvflow.doctor.facts import Lane, Way
 
 LOGGING = {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "y"}
 _VERSION = re.compile(r"UCX\s+INFO\s+Version (\S+)")
-_COMPLAINT = re.compile(r"UCX\s+ERROR\s+(.*)")
+_COMPLAINT = re.compile(r"UCX\s+ERROR\s+(.*)|^E\d{4} [\d:.]+\s+\d+ \S+\] (.*)", re.MULTILINE)
+"""UCX's lines, and those of NIXL's C++ half."""
 _CELLS = re.compile(r"\|(.*)\|\s*$")
 _RULE = re.compile(r"\+-[-+]*\+\s*$")
 _LANE = re.compile(r"\b([a-z][a-z0-9_]*)/([A-Za-z0-9_.:-]+)")
@@ -48,8 +49,8 @@ def version(log: str) -> str:
 
 
 def complaints(log: str) -> tuple[str, ...]:
-    """The first errors that UCX logged."""
-    said = dict.fromkeys(found[1].strip() for found in _COMPLAINT.finditer(log))
+    """The first errors that UCX and NIXL logged."""
+    said = dict.fromkeys((found[1] or found[2]).strip() for found in _COMPLAINT.finditer(log))
     return tuple(said)[:_COMPLAINTS_SHOWN]
 
 

@@ -204,6 +204,7 @@ def test_this_machine_is_found_to_have_shared_memory_and_no_rdma() -> None:
     told = document(ran)
     assert ran.returncode == 0, ran.stdout
     here, elsewhere = told["nixl"]["here"], told["nixl"]["elsewhere"]
+    assert "UCX" in here["plugins"]
     assert here["failed_at"] == elsewhere["failed_at"] == ""
     said = " ".join(each["found"] for each in found(told, "transports", "ok"))
     assert "a write between two processes brought the right bytes" in said

@@ -1,8 +1,10 @@
 """What holds of every finding, over many made-up machines; and of running the checks."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,6 +145,11 @@ def test_each_probe_is_asked_once() -> None:
 
     examine(Facts(Asked(), replace(made_up.probes(), rdma=rdma)))
     assert asked == ["rdma"]
+
+
+def test_the_document_names_every_check() -> None:
+    text = (Path(__file__).parents[2] / "specs" / "doctor.md").read_text(encoding="utf-8")
+    assert [check.name for check in CHECKS] == re.findall(r"^\| `([a-z-]+)` \|", text, re.MULTILINE)
 
 
 # -- reports -------------------------------------------------------------------------------------

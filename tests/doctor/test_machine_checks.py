@@ -48,6 +48,14 @@ def test_versions_are_held_against_what_kvflow_supports(
     assert found in the_worst(findings).found
 
 
+def test_kvflow_that_is_no_package_is_a_warning_and_what_is_missing_is_still_missing() -> None:
+    loose = replace(with_packages(), wanted={}, required=(), python_wanted="")
+    assert named(Severity.WARNING, list(versions.check(loose)))[0].startswith("kvflow 0.1.0 is not")
+    assert worst(list(versions.check(loose))) is Severity.WARNING
+    bare = replace(with_packages(nixl=None), wanted={}, required=(), python_wanted="")
+    assert worst(list(versions.check(bare))) is Severity.BREAKS
+
+
 def test_missing_nixl_is_one_sentence_with_the_command_that_installs_it() -> None:
     packages = with_packages(nixl=None, nixl_cu12=None)
     (broken,) = [each for each in versions.check(packages) if each.severity is Severity.BREAKS]

@@ -2,13 +2,18 @@
 
 import os
 import time
+import zlib
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
 from kvflow.doctor import nixl_probe
 from kvflow.doctor.facts import NixlPair
-from kvflow.doctor.nixl_pair import Order
+from kvflow.doctor.nixl_pair import Leader, Order
+from kvflow.errors import TransportError
+from kvflow.settings import Settings
 
 ORDER = Order(backends=("UCX",), bytes=2**20, run_bytes=2**14, seconds=1.0, measure=False)
 SAY = "import json, os, signal, sys, time\nresults = open(sys.argv[2], 'a', buffering=1)\n"
@@ -78,6 +83,50 @@ def test_a_log_file_of_ucx_does_not_hide_its_log(
     pair = ran(tmp_path, monkeypatch, code)
     assert pair.failed_at == ""
     assert pair.complaints == ("Noneinfo",)
+
+
+# -- the leader ----------------------------------------------------------------------------------
+
+
+class Follower:
+    """Says that its memory has this checksum."""
+
+    def __init__(self, checksum: int) -> None:
+        self.checksum = checksum
+
+    def ask(self, do: str) -> dict[str, int]:
+        assert do == "checksum"
+        return {"checksum": self.checksum}
+
+
+def test_other_bytes_than_were_written_are_an_error() -> None:
+    leader = Leader(ORDER, lambda **_: None)
+    wanted = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    leader._check(Follower(zlib.crc32(wanted.tobytes())), wanted)  # type: ignore[arg-type]
+    with pytest.raises(TransportError, match="other bytes"):
+        leader._check(Follower(0), wanted)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_scattered", [False, True])
+def test_what_is_measured_is_all_of_the_memory_in_slices_as_kvflow_makes_them(
+    is_scattered: bool,
+) -> None:
+    order = msgspec.structs.replace(ORDER, bytes=64 * 2**20)
+    leader, base = Leader(order, lambda **_: None), 2**40
+    blocks = np.random.default_rng(1).permutation(order.bytes // order.run_bytes)
+    posts = leader._scattered(base, blocks) if is_scattered else leader._large(base)
+    assert all(len(runs) <= Settings().post_runs_max for runs in posts)
+    assert all(runs.bytes <= Settings().post_bytes_max for runs in posts)
+    for side in ("source", "destination"):
+        starts = np.concatenate([getattr(runs, side) for runs in posts])
+        lengths = np.concatenate([runs.length for runs in posts])
+        order_of = np.argsort(starts)
+        ends = starts[order_of] + lengths[order_of]
+        assert (ends[:-1] == starts[order_of][1:]).all()
+        assert ends[-1] - starts.min() == order.bytes
+    assert {int(length) for runs in posts for length in runs.length} == {
+        order.run_bytes if is_scattered else Settings().post_bytes_max
+    }
 
 
 def is_running(pid: int) -> bool:

@@ -1,10 +1,13 @@
 """The address that an engine would listen at, over made-up facts and over real sockets."""
 
+import http.server
+import json
 import os
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -214,6 +217,47 @@ def test_a_connection_into_nothing_times_out() -> None:
         finally:
             for each in waiting:
                 each.close()
+
+
+class Engine(http.server.BaseHTTPRequestHandler):
+    """Answers what an engine of vLLM answers, as far as it is asked."""
+
+    answers: ClassVar[Mapping[str, object]] = {
+        "/version": {"version": "0.32.1"},
+        "/v1/models": {"data": [{"id": "tiny"}]},
+    }
+
+    def do_GET(self) -> None:
+        body = json.dumps(self.answers.get(self.path, {})).encode()
+        self.send_response(200 if self.path in self.answers else 404)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+class Stranger(Engine):
+    answers: ClassVar[Mapping[str, object]] = {"/version": {"name": "nginx"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Engine, OpenAi(url="", status=200, version="0.32.1", models=("tiny",))),
+        (Stranger, OpenAi(url="", status=200, error="answers nonsense: KeyError('version')")),
+    ],
+)
+def test_an_engine_tells_its_version_and_its_models(kind: type[Engine], expected: OpenAi) -> None:
+    with http.server.ThreadingHTTPServer((HERE, 0), kind) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        url = f"http://{HERE}:{server.server_port}"
+        try:
+            assert network.engine(url, 5.0) == replace(expected, url=url)
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_an_http_port_that_is_no_engine_is_told_apart_from_none(taken: Address) -> None:

@@ -54,7 +54,16 @@ def test_a_log_that_says_nothing_gives_no_lanes() -> None:
 
 def test_errors_are_kept_once_each() -> None:
     line = "[1.2] [vm:1 :0]  select.c:722  UCX  ERROR   no active messages transport\n"
-    assert ucx.complaints(line * 3) == ("no active messages transport",)
+    warning = "W1130 06:26:02.080284   26664 ucx_enums.cpp:58] Unexpected UCX error\n"
+    nixl = "E1130 06:25:36.355598   26540 nixl_agent.cpp:334] createBackend: unsupported\n"
+    said = ucx.complaints(line * 3 + warning + nixl)
+    assert said == ("no active messages transport", "createBackend: unsupported")
+
+
+def test_another_backend_that_makes_no_agent_is_about_its_plugin() -> None:
+    pair = NixlPair(tls=None, failed_at="agent", error="NIXL_ERR_NOT_FOUND")
+    (broken,) = findings(Nixl(backends=("LIBFABRIC",), here=pair))
+    assert "LIBFABRIC: libfabric" in broken.to_do
 
 
 @pytest.mark.parametrize(
@@ -149,15 +158,19 @@ def test_lanes_that_fail_without_shared_memory_break_remote_peers() -> None:
         ),
         (
             NixlPair(tls="sm", failed_at="agent", error="e", complaints=("no peer failure",)),
-            "UCX says: no peer failure.",
+            "The log says: no peer failure.",
             "UCX_TLS=sm leaves UCX nothing",
         ),
         (
             NixlPair(tls=None, failed_at="agent", error="NIXL has no backend LIBFABRIC here"),
             "no backend LIBFABRIC",
-            "nixl_backends",
+            "An engine's log",
         ),
-        (NixlPair(tls=None, failed_at="bytes", error="other bytes"), "other bytes", "NIXL_LOG_"),
+        (
+            NixlPair(tls=None, failed_at="bytes", error="other bytes"),
+            "other bytes",
+            "NIXL_LOG_LEVEL",
+        ),
         (NixlPair(tls=None, failed_at="write", error="SIGSEGV"), "SIGSEGV", "NIXL_LOG_LEVEL"),
     ],
 )
@@ -178,6 +191,11 @@ def test_devices_that_are_named_and_not_used_are_a_warning() -> None:
 def test_a_silent_ucx_and_another_backend_are_notes() -> None:
     assert worst(findings(Nixl(backends=("UCX",), here=over(None)))) is Severity.NOTE
     assert worst(findings(Nixl(backends=("LIBFABRIC",), here=over(None)))) is Severity.NOTE
+
+
+def test_a_transport_of_no_known_kind_is_a_note() -> None:
+    said = findings(two(None, CMA, Lane(transport="new", device="x")))
+    assert "new/x (something else)" in named(Severity.NOTE, said)[0]
 
 
 def named_why(said: list[Finding], severity: Severity) -> str:

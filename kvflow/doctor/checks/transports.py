@@ -38,15 +38,13 @@ def check(
 
 def _failed(pair: NixlPair, backends: tuple[str, ...]) -> Finding:
     stage = _STAGES.get(pair.failed_at, f"NIXL failed at {pair.failed_at!r}")
-    said = f" UCX says: {'; '.join(pair.complaints)}." if pair.complaints else ""
-    to_do = "See what NIXL logs: NIXL_LOG_LEVEL=debug UCX_LOG_LEVEL=debug kvflow doctor."
+    to_do = "An engine's log says more with UCX_LOG_LEVEL=debug NIXL_LOG_LEVEL=debug."
     if "cannot be imported" in pair.error:
         to_do = "pip install 'kvflow[nixl]'"
-    elif "no backend" in pair.error:
-        there = ", ".join(pair.plugins) or "none"
+    elif pair.failed_at == "agent" and backends != ("UCX",):
         to_do = (
-            f"Set nixl_backends (here {', '.join(backends)}) to one that this NIXL brings "
-            f"({there}), and install what its plugin needs."
+            f"Install what the plugins of {', '.join(backends)} need (LIBFABRIC: libfabric), or "
+            'set "nixl_backends" to what works here; ["UCX"] is the default.'
         )
     elif pair.tls and pair.failed_at == "agent":
         to_do = (
@@ -54,11 +52,15 @@ def _failed(pair: NixlPair, backends: tuple[str, ...]) -> Finding:
             "tcp, or rc where there is an RDMA card."
         )
     return breaks(
-        f"{stage}: {pair.error}.{said}",
+        f"{stage}: {pair.error}.{_said(pair)}",
         "kvflow moves KV by NIXL and by nothing else; an engine would end at start, or fail every "
         "transfer.",
         to_do,
     )
+
+
+def _said(pair: NixlPair) -> str:
+    return f" The log says: {'; '.join(pair.complaints)}." if pair.complaints else ""
 
 
 def _agent(nixl: Nixl) -> Finding:
@@ -122,8 +124,7 @@ def _between(nixl: Nixl, rdma: Rdma, *, remote_peers: bool) -> Iterator[Finding]
         yield (breaks if remote_peers else note)(found, why, to_do)
         return
     if pair.failed_at:
-        said = f" UCX says: {'; '.join(pair.complaints)}." if pair.complaints else ""
-        found = f"Without shared memory (UCX_TLS={pair.tls}) NIXL fails: {pair.error}.{said}"
+        found = f"Without shared memory (UCX_TLS={pair.tls}) NIXL fails: {pair.error}.{_said(pair)}"
         why = "An engine on another machine cannot be reached."
         to_do = "Unset UCX_TLS, or add rc where there is an RDMA card, else tcp."
         yield (breaks if remote_peers else warning)(found, why, to_do)
@@ -134,6 +135,12 @@ def _between(nixl: Nixl, rdma: Rdma, *, remote_peers: bool) -> Iterator[Finding]
         yield ok(f"{found} ({_listed(ways)}).", "RDMA carries the KV.")
     elif Way.TCP in ways:
         yield _tcp(f"{found} (TCP): no RDMA.", tls, rdma, remote_peers=remote_peers)
+    elif ways:
+        yield note(
+            f"{found} ({_listed(ways)}).",
+            "What these transports are is not known to this version of kvflow.",
+            "See UCX's documentation for them.",
+        )
 
 
 def _tcp(found: str, tls: str | None, rdma: Rdma, *, remote_peers: bool) -> Finding:

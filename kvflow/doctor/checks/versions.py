@@ -8,11 +8,18 @@ from kvflow.doctor.facts import Packages
 from kvflow.doctor.findings import Finding, breaks, ok, warning
 
 NIXL_BUILDS = ("nixl-cu12", "nixl-cu13", "nixl-rocm")
+_UNKNOWN = "(which versions is not known here)"
 INSTALL_NIXL = "pip install 'kvflow[nixl]'"
 
 
 def check(packages: Packages) -> Iterator[Finding]:
     """Python, kvflow's own requirements, NIXL, vLLM."""
+    if not packages.wanted:
+        yield warning(
+            f"kvflow {packages.installed['kvflow']} is not installed as a package here.",
+            "Which versions it needs stands in a package's metadata: they are not compared.",
+            "pip install kvflow, or pip install -e . in its directory.",
+        )
     yield _python(packages)
     yield from _required(packages)
     yield _nixl(packages)
@@ -27,7 +34,7 @@ def has_nixl(packages: Packages) -> bool:
 def _python(packages: Packages) -> Finding:
     found = f"Python {packages.python}, kvflow {packages.installed['kvflow']}."
     if _fits(packages.python, packages.python_wanted):
-        return ok(found, f"kvflow needs Python {packages.python_wanted}.")
+        return ok(found, f"kvflow needs Python {packages.python_wanted or _UNKNOWN}.")
     return breaks(
         found,
         f"kvflow is written for Python {packages.python_wanted}.",
@@ -86,7 +93,7 @@ def _nixl(packages: Packages) -> Finding:
             f"kvflow is tested with NIXL {wanted}: what it knows of NIXL's behaviour is of that.",
             f"{INSTALL_NIXL}",
         )
-    return ok(found, f"kvflow is tested with NIXL {wanted}.")
+    return ok(found, f"kvflow is tested with NIXL {wanted or _UNKNOWN}.")
 
 
 def _vllm(packages: Packages) -> Finding:
@@ -96,13 +103,13 @@ def _vllm(packages: Packages) -> Finding:
             "vLLM is not installed in this environment.",
             "An engine needs it beside kvflow; that the engines' own environment has it cannot be "
             "seen from here.",
-            f"Run kvflow doctor in the engines' environment (vLLM {wanted}).",
+            f"Run kvflow doctor in the engines' environment (vLLM {wanted or _UNKNOWN}).",
         )
     version = packages.installed[packages.vllm]
     torch = packages.installed.get("torch")
     found = f"{packages.vllm} {version}{f', torch {torch}' if torch else ''}."
     if _fits(version, wanted):
-        return ok(found, f"kvflow supports vLLM {wanted}.")
+        return ok(found, f"kvflow supports vLLM {wanted or _UNKNOWN}.")
     return breaks(
         found,
         f"kvflow is written against the connector interface of vLLM {wanted}, which changes "
