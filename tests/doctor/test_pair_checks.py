@@ -114,6 +114,23 @@ def test_a_rank_that_is_missing_breaks_serving_on_both_counts(tmp_path: Path) ->
     assert any(found.startswith("KV does not move: ranks") for found in said)
 
 
+def test_a_rank_that_holds_other_heads_than_its_own_is_refused_as_it_would_write(
+    tmp_path: Path,
+) -> None:
+    producer = described(tmp_path, "producer", tp=2)
+    first, second = producer.ranks
+    swapped = tuple(
+        msgspec.structs.replace(hello, regions=other.regions)
+        for hello, other in ((first, second), (second, first))
+    )
+    sides = replace(producer, ranks=swapped), described(tmp_path, "consumer")
+    said = named(Severity.BREAKS, list(pair.check(*sides)))
+    assert said[0] == (
+        "KV does not move: heads of 0.0 (to move: range(0, 2)) is range(2, 4) at the producer and "
+        "range(0, 4) at the consumer."
+    )
+
+
 def test_a_region_table_that_makes_no_sense_is_said_and_nothing_else_is_asked(
     tmp_path: Path,
 ) -> None:
