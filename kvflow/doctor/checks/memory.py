@@ -66,7 +66,7 @@ def _unreleased(environment: Mapping[str, str], rdma: Rdma) -> Finding:
     found = f"{_UNRELEASED} is {'inf' if value else 'not set, which means inf'}."
     why = (
         "UCX watches each unmapping of memory in the process, and keeps what it had cached in a "
-        "queue without a bound: engines were seen to grow steadily (vLLM issue 24264). "
+        "queue without a bound: engines were seen to grow steadily. "
         "vLLM sets it for its own connector alone; newer UCX is said to be cured."
     )
     to_do = f"{_UNRELEASED}=1024 in the engines' environment."
