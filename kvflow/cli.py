@@ -9,6 +9,7 @@ import typer
 from kvflow import __version__
 from kvflow.bench.cli import bench_app
 from kvflow.diagrams.cli import states
+from kvflow.doctor.cli import doctor
 from kvflow.live import cli as live_cli
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 live_cli.add_to(app)
+app.command()(doctor)
 
 
 class DispatchOption(enum.StrEnum):

@@ -16,8 +16,12 @@ FILE_LINES_MAX = 420
 FUNCTION_LINES_MAX = 75
 LINE_CHARS_MAX = 100
 
-# Where a broad `except` turns whatever was raised into an event.
-BROAD_EXCEPT_ALLOWED = {"kvflow/io/driver.py", "kvflow/io/thread.py"}
+# Where a broad `except` turns whatever was raised into an event, or into a doctor's finding.
+BROAD_EXCEPT_ALLOWED = {
+    "kvflow/io/driver.py",
+    "kvflow/io/thread.py",
+    "kvflow/doctor/examine.py",
+}
 EVERYTHING = {"Exception", "BaseException"}
 NAMES_AVOIDED = ("utils", "helpers", "manager")
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
@@ -81,6 +85,11 @@ LAYERS = {
     "live": Layer(
         own=frozenset({"live", "io", "wire", "ids", "errors"}),
         others=frozenset({"msgspec", "rich", "typer"}),
+    "doctor": Layer(
+        own=frozenset({"doctor", "planning", "settings", "io", "core", "layout", "wire"})
+        | frozenset({"ids", "errors"}),
+        others=frozenset({"httpx", "msgspec", "numpy", "packaging", "rich", "typer"}),
+        lazily=frozenset({"psutil"}),
     ),
     # Only the benchmark of vLLM's hooks needs the connector, and vLLM; the others see of it what an
     # operator does.
@@ -279,6 +288,9 @@ def imported_by(code: str) -> set[str]:
         ("kvflow/bench/serve.py", "from kvflow.demo import engines", 0),
         ("kvflow/bench/serve.py", "from kvflow.router import app", 1),
         ("kvflow/connector/facade.py", "import torch, vllm\nfrom kvflow.wire import codec", 1),
+        ("kvflow/doctor/network.py", "def ask():\n    import psutil", 0),
+        ("kvflow/doctor/network.py", "import psutil", 1),
+        ("kvflow/doctor/probes.py", "from kvflow.connector import supported", 1),
         ("kvflow/cli.py", "import typer\nfrom kvflow.demo import serve", 0),
     ],
 )

@@ -56,7 +56,7 @@ class Identity:
 
         Raises `IncompatiblePeersError`, naming the field, or `RemoteProtocolError`.
         """
-        regions = _regions_from_wire(hello.regions)
+        regions = regions_of(hello)
         check_compatible(self.facts, facts_of(hello))
         check_pair(self.regions, regions)
         return regions
@@ -119,15 +119,16 @@ def facts_of(hello: m.Hello) -> Facts:
     return Facts(**msgspec.structs.asdict(hello.facts))
 
 
-def _regions_to_wire(regions: Iterable[Region]) -> tuple[m.Region, ...]:
-    return tuple(_region_to_wire(region) for region in regions)
-
-
-def _regions_from_wire(regions: Iterable[m.Region]) -> tuple[Region, ...]:
+def regions_of(hello: m.Hello) -> tuple[Region, ...]:
+    """Raises `RemoteProtocolError` if they make no sense."""
     try:
-        return tuple(_region_from_wire(region) for region in regions)
+        return tuple(_region_from_wire(region) for region in hello.regions)
     except ValueError as error:
         raise RemoteProtocolError(f"region table: {error}") from error
+
+
+def _regions_to_wire(regions: Iterable[Region]) -> tuple[m.Region, ...]:
+    return tuple(_region_to_wire(region) for region in regions)
 
 
 def _region_to_wire(region: Region) -> m.Region:

@@ -99,6 +99,11 @@ class NixlPort:
         """This agent's name, as peers will see it in `receive`."""
         return self._name
 
+    @property
+    def plugins(self) -> tuple[str, ...]:
+        """NIXL's names of the transports that this installation brings, in use or not."""
+        return tuple(self._open_agent().get_plugin_list())
+
     def register(self, regions: Sequence[Region]) -> None:
         """Make the memory of `regions` known, in as few ranges as possible.
 

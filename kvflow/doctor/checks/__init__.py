@@ -1,0 +1,1 @@
+"""What each group of facts means: pure functions, one module per check."""
