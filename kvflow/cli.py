@@ -8,6 +8,7 @@ import typer
 
 from kvflow import __version__
 from kvflow.bench.cli import bench_app
+from kvflow.tracing.cli import trace_app
 
 app = typer.Typer(
     name="kvflow",
@@ -17,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(trace_app, name="trace")
 
 
 class StatesFormat(enum.StrEnum):
