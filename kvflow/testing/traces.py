@@ -32,7 +32,7 @@ class Tape:
         self.ahead_s = dict(ahead_s or {})
         self.lines: dict[str, list[dict[str, Value]]] = {}
 
-    def prefill(self, ms: float, trigger: str, source: str, dest: str, **more: Value) -> None:
+    def prefill(self, at_ms: float, trigger: str, source: str, dest: str, **more: Value) -> None:
         """A transition of the producer's record."""
         unclaimed = trigger.startswith("prefill_") and source in ("unknown", "allocated")
         known: dict[str, Value] = (
@@ -41,22 +41,22 @@ class Tape:
             else {"attempt": self.attempt, "peer": f"C/{more.get('peer_rank', 'pp0.tp0')}/1"}
         )
         more.pop("peer_rank", None)
-        self.line(ms, "producer", trigger, source, dest, **{"engine": "P", **known, **more})
+        self.line(at_ms, "producer", trigger, source, dest, **{"engine": "P", **known, **more})
 
-    def load(self, ms: float, trigger: str, source: str, dest: str, **more: Value) -> None:
+    def load(self, at_ms: float, trigger: str, source: str, dest: str, **more: Value) -> None:
         """A transition of the consumer's record."""
         known: dict[str, Value] = {"engine": "C", "attempt": self.attempt, "peer": "P:5600"}
-        self.line(ms, "consumer", trigger, source, dest, **{**known, **more})
+        self.line(at_ms, "consumer", trigger, source, dest, **{**known, **more})
 
-    def vllm(self, ms: float, role: str, trigger: str, **more: Value) -> None:
+    def vllm(self, at_ms: float, role: str, trigger: str, **more: Value) -> None:
         """A line of vLLM's side. `arrived` arrives when it is written, unless told otherwise."""
         engine = str(more.pop("engine", None) or ("P" if role == "producer" else "C"))
         known: dict[str, Value] = {"engine": engine, "rank": "scheduler", "role": role}
         if trigger == "arrived":
-            known["arrival"] = self._shown(ms, engine)
-        self.line(ms, "request", trigger, "", trigger, **{**known, "attempt": 0, **more})
+            known["arrival"] = self._shown(at_ms, engine)
+        self.line(at_ms, "request", trigger, "", trigger, **{**known, "attempt": 0, **more})
 
-    def order(self, began_ms: float, ms: float, machine: str, **more: Value) -> None:
+    def order(self, began_ms: float, at_ms: float, machine: str, **more: Value) -> None:
         """A WRITE or READ order that was taken at `began_ms` and ended at `ms`."""
         engine = str(more.pop("engine", None) or ("P" if machine == "write" else "C"))
         known: dict[str, Value] = {
@@ -68,10 +68,10 @@ class Tape:
             "runs": 2,
             "posts": 1,
         }
-        self.line(ms, machine, "done", "posted", "done", **{**known, **more})
+        self.line(at_ms, machine, "done", "posted", "done", **{**known, **more})
 
     def line(
-        self, ms: float, machine: str, trigger: str, source: str, dest: str, **more: Value
+        self, at_ms: float, machine: str, trigger: str, source: str, dest: str, **more: Value
     ) -> None:
         """Any line."""
         engine = str(more["engine"])
@@ -79,7 +79,7 @@ class Tape:
         self.lines.setdefault(engine, []).append(
             {
                 "v": self.version,
-                "t": self._shown(ms, engine),
+                "t": self._shown(at_ms, engine),
                 "rank": "pp0.tp0",
                 "machine": machine,
                 "id": self.of,

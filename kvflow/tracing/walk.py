@@ -106,9 +106,11 @@ class Walk:
         self._record: Record | None = None  # the one that the path last led through
 
     def run(self, loads: Sequence[Load], token: int | None) -> None:
-        """From the first token, or from where the path ends, to the start."""
+        """From the first token, or from where the path ends, to the start.
+
+        loads  those that the first token waited for, oldest first.
+        """
         if token is not None:
-            loads = [load for load in loads if load.over is not None and load.over.at <= token]
             self._to_token(loads)
         for index in range(len(loads) - 1, -1, -1):
             if self._load(loads[index]):

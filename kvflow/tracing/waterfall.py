@@ -23,6 +23,9 @@ from kvflow.tracing.path import Path, Segment
 from kvflow.tracing.transfers import Event, Request
 from kvflow.tracing.walk import ENDS, Load, Walk
 
+_SETTLED = frozenset({"new", "received", "failed", "released"})
+"""States in which no load is under way: one that fails from here was refused at once."""
+
 
 class Outcome(enum.StrEnum):
     """How the request came to its end, as far as the traces tell."""
@@ -68,6 +71,7 @@ def waterfall(request: Request) -> Waterfall:
     """Follow one request's critical path."""
     loads = _loads(request)
     token = _first(request.steps, "first_token")
+    loads = _until(loads, token)
     end, outcome, reason = _end(request, loads, token)
     arrivals = (request.arrival(request.steps), request.arrival(request.prefill_steps))
     known = [at for at in arrivals if at is not None]
@@ -103,17 +107,31 @@ def _loads(request: Request) -> list[Load]:
     for event in request.loads:
         if event.line.rank != rank or event.line.dest == "forgotten":
             continue
-        if event.line.dest == "allocated" or not groups:
+        refused = event.line.dest == "failed" and event.line.source in _SETTLED
+        if event.line.dest == "allocated" or refused or not groups:
             groups.append([])
         groups[-1].append(event)
     return [Load(events=group) for group in groups]
 
 
+def _until(loads: list[Load], token: int | None) -> list[Load]:
+    """Those that the first token waited for.
+
+    If it is not known when that was, the first one that was received is taken to have led to it:
+    requests are preempted amid their tokens more often than before the first one.
+    """
+    if token is not None:
+        return [load for load in loads if load.over is not None and load.over.at <= token]
+    for index, load in enumerate(loads):
+        if load.over is not None and load.over.line.dest == "received":
+            return loads[: index + 1]
+    return loads
+
+
 def _end(request: Request, loads: list[Load], token: int | None) -> tuple[int, Outcome, str]:
     """When the span ends, how, and why."""
     if token is not None:
-        before = [load for load in loads if load.over and load.over.at <= token]
-        last = before[-1].over if before else None
+        last = loads[-1].over if loads else None
         if last is None:
             moved = request.moved is not None and not request.loads
             return token, Outcome.FIRST_TOKEN if moved else Outcome.LOCAL, ""
