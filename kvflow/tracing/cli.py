@@ -99,6 +99,35 @@ def summary(
         terminal.show_summary(analysis, shown, Console())
 
 
+_Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Where to write it (default: standard output)."),
+]
+
+
+@trace_app.command()
+def perfetto(files: _Files, output: _Output = None) -> None:
+    """Write Chrome trace events, to be opened at https://ui.perfetto.dev or in chrome://tracing.
+
+    One process for each engine, one thread for each record with a slice for every state, others
+    for WRITEs and READs, for vLLM's side and for the parts of the critical path; arrows for the
+    REGISTER and the DONE; counters of live transfers by state.
+    """
+    from kvflow.tracing.perfetto import as_chrome_trace
+
+    _write(as_chrome_trace(_analyse(files)), output)
+
+
+def _write(content: bytes, output: Path | None) -> None:
+    if output is None:
+        typer.echo(content)
+        return
+    try:
+        output.write_bytes(content)
+    except OSError as error:
+        _refuse(f"{output}: cannot be written: {error.strerror}")
+
+
 def _shown(analysis: "Analysis", by: SortOption, limit: int) -> "list[Waterfall]":
     """The first ones of those that got what they were for, then of the others."""
     from kvflow.tracing.parts import Part

@@ -41,6 +41,18 @@ class Transfer:
     def start(self) -> int:
         return self.events[0].at
 
+    def began(self, order: Event) -> int:
+        """When an order was taken."""
+        began = order.line.began
+        if began is None:
+            return order.at
+        return min(self.clocks.at(order.line.engine, began), order.at)
+
+    def arrived(self, step: Event) -> int | None:
+        """When vLLM's API server received the request, if this line says so."""
+        arrival = step.line.arrival
+        return None if arrival is None else self.clocks.at(step.line.engine, arrival)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -116,17 +128,8 @@ class Request:
 
     def arrival(self, steps: Sequence[Event]) -> int | None:
         """When vLLM's API server received that leg, if its lines say so."""
-        for event in steps:
-            if event.line.arrival is not None:
-                return self.transfer.clocks.at(event.line.engine, event.line.arrival)
-        return None
-
-    def began(self, order: Event) -> int:
-        """When an order was taken."""
-        began = order.line.began
-        if began is None:
-            return order.at
-        return min(self.transfer.clocks.at(order.line.engine, began), order.at)
+        known = (self.transfer.arrived(step) for step in steps)
+        return next((at for at in known if at is not None), None)
 
     def _is_mine(self, line: Line) -> bool:
         return (line.engine, line.request or "") == (self.consumer, self.request_id)

@@ -223,7 +223,7 @@ class Walk:
         planning = posting = 0
         taken = end
         for order in orders:
-            began = request.began(order)
+            began = request.transfer.began(order)
             if began >= end or order.at <= begin:
                 continue
             taken = min(taken, max(began, begin))
@@ -302,7 +302,7 @@ class Walk:
 
     def _began(self, orders: Sequence[Event]) -> int | None:
         """When the last order was taken."""
-        return max((self._request.began(order) for order in orders), default=None)
+        return max((self._request.transfer.began(order) for order in orders), default=None)
 
 
 def _us(order: Event, what: str) -> int:
