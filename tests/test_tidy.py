@@ -75,6 +75,11 @@ LAYERS = {
         | frozenset({"prometheus_client"}),
         lazily=frozenset({"yaml"}),
     ),
+    "tracing": Layer(
+        own=frozenset({"tracing", "core", "observe", "ids", "errors"}),
+        others=frozenset({"msgspec", "rich", "typer"}),
+        not_these=frozenset({"asyncio", "threading", "socket", "time", "random"}),
+    ),
     # Only the benchmark of vLLM's hooks needs the connector, and vLLM; the others see of it what an
     # operator does.
     "bench": Layer(

@@ -99,8 +99,8 @@ class Tape:
     def write(self, directory: Path) -> list[Path]:
         """One file for each engine."""
         paths = []
-        for engine in self.lines:
-            path = directory / f"{engine}.ndjson"
+        for number, engine in enumerate(self.lines):
+            path = directory / f"{number}.ndjson"
             path.write_text(self.text(engine), encoding="utf-8")
             paths.append(path)
         return paths

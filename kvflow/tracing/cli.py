@@ -118,6 +118,18 @@ def perfetto(files: _Files, output: _Output = None) -> None:
     _write(as_chrome_trace(_analyse(files)), output)
 
 
+@trace_app.command(name="html")
+def page(files: _Files, output: _Output = None) -> None:
+    """Write one HTML page that needs nothing else: a bar for each request, sorted and filtered.
+
+    Its parts add up to the time to first token. A click on a request opens the lines of both
+    engines; page.html#ID opens those of one transfer at once.
+    """
+    from kvflow.tracing.page import as_html
+
+    _write(as_html(_analyse(files)).encode(), output)
+
+
 def _write(content: bytes, output: Path | None) -> None:
     if output is None:
         typer.echo(content)

@@ -73,7 +73,7 @@ LOOKS: dict[Part, Look] = {
     ),
     Part.LOCAL: Look(
         letter="c",
-        colour="#6b5f4b",
+        colour="#a5876a",
         meaning="the consumer computes the prompt itself: nothing was loaded, or the load failed",
     ),
     Part.STEP: Look(
