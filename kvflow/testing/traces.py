@@ -9,12 +9,19 @@ Times of a `Tape` are milliseconds of the true time; each engine writes what its
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
+
+import msgspec
 
 from kvflow.core.effects import Moved
 from kvflow.ids import AgentName
 from kvflow.testing.world import World
+from kvflow.tracing.clocks import estimate
+from kvflow.tracing.lines import Line
+from kvflow.tracing.transfers import gather, requests_of
+from kvflow.tracing.waterfall import Waterfall, waterfall
 
 EPOCH_S = 1_800_000_000.0
 Value = str | int | float | None | dict[str, float]
@@ -96,6 +103,11 @@ class Tape:
         lines = sorted(self.lines[engine], key=_shown_at)
         return "".join(json.dumps(line) + "\n" for line in lines)
 
+    def parsed(self) -> list[Line]:
+        """All lines, as a reader has them."""
+        texts = (text for engine in self.lines for text in self.text(engine).splitlines())
+        return [msgspec.json.decode(text, type=Line) for text in texts]
+
     def write(self, directory: Path) -> list[Path]:
         """One file for each engine."""
         paths = []
@@ -159,3 +171,22 @@ def _peer(world: World, peer: str) -> str:
     """Agents are named as the connector names them: engine, rank, incarnation."""
     rank = world.ranks.get(AgentName(peer))
     return peer if rank is None else f"{_engine(peer)}/{rank}/{peer}"
+
+
+def followed(lines: Iterable[Line]) -> list[Waterfall]:
+    """The critical path of each request, checked to add up."""
+    lines = list(lines)
+    transfers = gather(lines, estimate(lines))
+    falls = [waterfall(request) for transfer in transfers for request in requests_of(transfer)]
+    for fall in falls:
+        adds_up(fall)
+    return falls
+
+
+def adds_up(fall: Waterfall) -> None:
+    """The parts are without a gap and without an overlap, from the start to the end."""
+    assert sum(segment.us for segment in fall.segments) == fall.span_us >= 0
+    assert all(segment.us > 0 for segment in fall.segments)
+    assert all(one.end == other.begin for one, other in pairwise(fall.segments))
+    if fall.segments:
+        assert (fall.segments[0].begin, fall.segments[-1].end) == (fall.start, fall.end)

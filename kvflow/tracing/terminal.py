@@ -118,6 +118,7 @@ def _show_bars(title: str, shown: Sequence[Waterfall], total: int, console: Cons
     for fall, name, span, end in zip(shown, names, spans, ends, strict=True):
         line = Text(f"{name:{widths[0]}}  {span:>{widths[1]}} ms  {end:{widths[2]}}  ")
         line.append_text(bar(fall, width, scale_us, console))
+        line.rstrip()
         console.print(line, soft_wrap=True)
     if parts := parts_seen(shown):
         _show_legend([(part, "") for part in parts], console)

@@ -1,57 +1,16 @@
 """The critical path of one request: what is on it, and that its parts add up, whatever happened."""
 
-from itertools import pairwise
 from pathlib import Path
-from random import Random
 
-import msgspec
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from kvflow.core import TABLES
-from kvflow.testing.operations import PHASE, Operation, Setting, next_operation
-from kvflow.testing.scenes import T, acquainted, again, both_legs, prefilled
-from kvflow.testing.simulate import Run
-from kvflow.testing.traces import Tape, write_world
-from kvflow.tracing.clocks import estimate
+from kvflow.testing.traces import Tape, followed
 from kvflow.tracing.figures import analyse
-from kvflow.tracing.lines import Line
-from kvflow.tracing.transfers import gather, requests_of
-from kvflow.tracing.waterfall import Outcome, Waterfall, waterfall
+from kvflow.tracing.waterfall import Outcome
 
 Parts = list[tuple[str, float]]
 
 
-def falls_of(*tapes: Tape) -> list[Waterfall]:
-    lines = [
-        msgspec.json.decode(text, type=Line)
-        for tape in tapes
-        for engine in tape.lines
-        for text in tape.text(engine).splitlines()
-    ]
-    return falls_of_lines(lines)
-
-
-def falls_of_lines(lines: list[Line]) -> list[Waterfall]:
-    transfers = gather(lines, estimate(lines))
-    falls = [waterfall(request) for transfer in transfers for request in requests_of(transfer)]
-    for fall in falls:
-        adds_up(fall)
-    return falls
-
-
-def adds_up(fall: Waterfall) -> None:
-    """Without a gap, without an overlap, from the start to the end."""
-    assert sum(segment.us for segment in fall.segments) == fall.span_us >= 0
-    assert all(segment.us > 0 for segment in fall.segments)
-    assert all(one.end == other.begin for one, other in pairwise(fall.segments))
-    if fall.segments:
-        assert (fall.segments[0].begin, fall.segments[-1].end) == (fall.start, fall.end)
-
-
 def parts(tape: Tape) -> Parts:
-    [fall] = falls_of(tape)
+    [fall] = followed(tape.parsed())
     return [(segment.part.value, segment.us / 1000) for segment in fall.segments]
 
 
@@ -93,7 +52,7 @@ def test_with_the_registration_first_the_prefill_is_the_path_and_the_registratio
         ("notice", 1.8),
         ("step", 8.0),
     ]
-    [fall] = falls_of(tape)
+    [fall] = followed(tape.parsed())
     assert (fall.outcome, fall.span_us, fall.has_arrival) == (Outcome.FIRST_TOKEN, 60_000, True)
 
 
@@ -102,7 +61,7 @@ def test_clocks_that_are_apart_change_nothing_but_their_uncertainty() -> None:
     concurrent(tape)
     here = Tape()
     concurrent(here)
-    [fall], [expected] = falls_of(tape), falls_of(here)
+    [fall], [expected] = followed(tape.parsed()), followed(here.parsed())
     assert [s.part for s in fall.segments] == [s.part for s in expected.segments]
     for one, other in zip(fall.segments, expected.segments, strict=True):
         assert abs(one.us - other.us) <= 2502
@@ -313,7 +272,7 @@ def test_a_load_that_failed_is_computed_by_the_consumer() -> None:
     tape.load(90, "peer_lost", "registered", "fencing")
     tape.load(100, "expired", "fencing", "failed", reason="peer_lost")
     tape.vllm(140, "consumer", "first_token")
-    [fall] = falls_of(tape)
+    [fall] = followed(tape.parsed())
     assert (fall.outcome, fall.reason) == (Outcome.RECOMPUTED, "peer_lost")
     assert parts(tape) == [("prefill", 90.0), ("giving_up", 10.0), ("local", 40.0)]
 
@@ -322,7 +281,7 @@ def test_a_producer_that_cannot_be_met_is_all_registration() -> None:
     tape = Tape(version=1)
     tape.load(0, "blocks_allocated", "new", "allocated")
     tape.load(5000, "expired", "allocated", "failed", reason="unreachable")
-    [fall] = falls_of(tape)
+    [fall] = followed(tape.parsed())
     assert (fall.outcome, fall.reason) == (Outcome.FAILED, "unreachable")
     assert parts(tape) == [("registration", 5000.0)]
 
@@ -345,7 +304,7 @@ def test_a_write_that_failed_and_the_registration_after_it_are_on_the_path() -> 
         ("wire", 7.0),
         ("notice", 1.0),
     ]
-    assert falls_of(tape)[0].request.attempts == 2
+    assert followed(tape.parsed())[0].request.attempts == 2
 
 
 def test_a_request_that_is_preempted_before_its_first_token_is_queued_again() -> None:
@@ -377,7 +336,7 @@ def test_a_request_that_loads_nothing_is_computed_where_it_is() -> None:
     tape.vllm(3, "consumer", "scheduled")
     tape.vllm(33, "consumer", "first_token")
     tape.vllm(90, "consumer", "finished", reason="length")
-    [fall] = falls_of(tape)
+    [fall] = followed(tape.parsed())
     assert (fall.outcome, fall.request.id) == (Outcome.LOCAL, "c1")
     assert parts(tape) == [("queue", 3.0), ("local", 30.0)]
 
@@ -390,13 +349,13 @@ def test_a_load_that_is_refused_at_once_before_the_first_token_is_computed_here(
     tape.load(70, "allocated_again", "received", "failed", attempt=32, reason="forgotten")
     tape.vllm(90, "consumer", "first_token")
     assert parts(tape)[6:] == [("notice", 1.0), ("queue", 19.0), ("local", 20.0)]
-    assert falls_of(tape)[0].reason == "forgotten"
+    assert followed(tape.parsed())[0].reason == "forgotten"
 
 
 def test_what_is_not_over_ends_with_its_last_line() -> None:
     tape = Tape()
     met(tape, 2, 3, 5, 6)
-    [fall] = falls_of(tape)
+    [fall] = followed(tape.parsed())
     assert (fall.outcome, fall.span_us) == (Outcome.UNFINISHED, 4000)
 
 
@@ -404,7 +363,7 @@ def test_a_producers_side_alone_has_its_parts_too() -> None:
     tape = Tape()
     sequential(tape)
     del tape.lines["C"]
-    [fall] = falls_of(tape)
+    [fall] = followed(tape.parsed())
     assert fall.outcome is Outcome.SENT
     assert parts(tape) == [("queue", 5.0), ("prefill", 25.0), ("match", 11.0), ("wire", 9.0)]
 
@@ -426,142 +385,6 @@ def test_two_consumers_of_one_id_are_two_requests() -> None:
     sequential(tape)
     tape.load(39, "blocks_allocated", "new", "allocated", engine="C2", request="c2")
     tape.load(41, "rank_failed", "registering", "failed", engine="C2", request="c2")
-    falls = falls_of(tape)
+    falls = followed(tape.parsed())
     assert [fall.request.consumer for fall in falls] == ["C", "C2"]
     assert [fall.outcome for fall in falls] == [Outcome.FIRST_TOKEN, Outcome.FAILED]
-
-
-# -- always ----------------------------------------------------------------------------------------
-
-STEPS = [
-    (table.name, row.trigger, source, row.dest or source)
-    for table in TABLES
-    if table.name != "peer"
-    for row in table.rows
-    for source in row.sources
-]
-AT = st.integers(-(10**9), 10**9).map(lambda us: us / 1e6)
-
-
-@st.composite
-def any_line(draw: st.DrawFn) -> Line:
-    """A line of any kind at any time: of no run that could have been."""
-    kind = draw(st.sampled_from(["step", "step", "step", "request", "write", "read"]))
-    machine, trigger, source, dest = draw(st.sampled_from(STEPS))
-    role = ""
-    if kind == "request":
-        machine, source = "request", ""
-        trigger = dest = draw(st.sampled_from(["arrived", "scheduled", "first_token", "finished"]))
-        role = draw(st.sampled_from(["producer", "consumer"]))
-    elif kind != "step":
-        machine, trigger, source, dest = kind, "done", "posted", "done"
-    is_producers = machine in ("producer", "write") or role == "producer"
-    at = draw(AT)
-    return Line(
-        version=2,
-        t=at,
-        engine="P" if is_producers else "C",
-        rank=draw(st.sampled_from(["pp0.tp0", "pp0.tp1"])),
-        machine=machine,
-        id=draw(st.sampled_from(["t", "t 1"])) if is_producers else "t",
-        attempt=draw(st.sampled_from([0, 16, 17])),
-        request="p1" if is_producers else "c1",
-        trigger=trigger,
-        source=source,
-        dest=dest,
-        peer=draw(st.sampled_from(["", "C/pp0.tp0/1", "P/pp0.tp0/1"])),
-        role=role,
-        arrival=draw(st.none() | AT),
-        began=draw(st.none() | AT),
-        ms={"plan": draw(st.floats(-1e6, 1e6)), "post": draw(st.floats(-1e6, 1e6))},
-    )
-
-
-@given(st.lists(any_line(), min_size=1, max_size=30))
-def test_the_parts_add_up_whatever_the_lines_say(lines: list[Line]) -> None:
-    assert falls_of_lines(lines)
-
-
-GAPS = st.lists(st.integers(0, 50_000), min_size=12, max_size=12)
-
-
-@given(GAPS, GAPS, st.integers(0, 200_000))
-def test_the_parts_add_up_and_the_later_side_is_the_path(
-    producer_gaps: list[int], consumer_gaps: list[int], dispatched: int
-) -> None:
-    """A run that could have been, with any times: the legs meet when both are ready."""
-    p = [sum(producer_gaps[:n]) / 1000 for n in range(12)]
-    c = [(dispatched + sum(consumer_gaps[:n])) / 1000 for n in range(12)]
-    tape = Tape()
-    tape.vllm(p[0], "producer", "arrived")
-    tape.vllm(p[1], "producer", "scheduled")
-    tape.prefill(p[1], "prefill_started", "unknown", "allocated")
-    tape.vllm(c[0], "consumer", "arrived")
-    tape.load(c[1], "blocks_allocated", "new", "allocated")
-    tape.load(c[2], "peer_met", "allocated", "registering")
-    complete, recorded = p[2], c[3]
-    if recorded < complete:
-        tape.prefill(recorded, "registered", "allocated", "registered")
-        tape.prefill(complete, "prefill_finished", "registered", "transferring")
-    else:
-        tape.prefill(complete, "prefill_finished", "allocated", "prefilled")
-        tape.prefill(recorded, "registered", "prefilled", "transferring")
-    sent = max(complete, recorded) + p[3] - p[2]
-    tape.prefill(sent, "write_done", "transferring", "sent")
-    received = sent + c[4] - c[3]
-    tape.load(received, "done", "registering", "received")
-    token = received + c[5] - c[4]
-    tape.vllm(token, "consumer", "first_token")
-    [fall] = falls_of(tape)
-    assert abs(fall.span_us - (token - min(p[0], c[0])) * 1000) <= 2
-    shown = {segment.part.value for segment in fall.segments}
-    if recorded < complete:
-        assert "registration" not in shown
-    elif c[0] < complete:
-        assert "prefill" not in shown
-
-
-@pytest.mark.parametrize("reads", [False, True])
-def test_a_world_is_told_as_it_happened(tmp_path: Path, reads: bool) -> None:
-    world, producer, consumer = acquainted(ranks=2)
-    prefilled(producer)
-    world.advance(0.1)
-    consumer.allocate(T, producer, reads=reads)
-    world.advance(1.0)
-    [_, fall] = analyse(write_world(world, tmp_path)).waterfalls
-    adds_up(fall)
-    assert fall.outcome is Outcome.RECEIVED
-    assert (
-        fall.segments[0].part == "match"
-    )  # a prefill that takes no time, then a tenth of a second
-    assert fall.segments[0].us == 100_000
-    named = {segment.part.value for segment in fall.segments}
-    assert {"wire", "notice"} <= named <= {"match", "registration", "wire", "notice"}
-
-
-def test_a_world_with_a_preemption_adds_up(tmp_path: Path) -> None:
-    world, producer, consumer = acquainted(registers=True)
-    done, load = both_legs(producer, consumer)
-    producer.finish(done)
-    world.advance(0.5)
-    again(consumer, producer, load)
-    world.advance(1.0)
-    falls = analyse(write_world(world, tmp_path, {"P-1": -3.2})).waterfalls
-    assert [fall.outcome for fall in falls] == [Outcome.RECEIVED] * 2
-    for fall in falls:
-        adds_up(fall)
-    # Nothing tells when the first token was: the first load is taken to have led to it.
-    assert falls[-1].span_us == pytest.approx(13_500, abs=1501)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_worlds_in_which_everything_goes_wrong_add_up(seed: int, tmp_path: Path) -> None:
-    run = Run(Setting(seed=seed, ranks=2, producers=2, consumers=2, blocks=24, swarm=True))
-    rng = Random(seed)
-    assert run.do(Operation(name=PHASE, seed=seed))
-    for _ in range(150):
-        assert run.do(next_operation(run.chaos, rng)), run.error
-    analysis = analyse(write_world(run.world, tmp_path))
-    assert len(analysis.waterfalls) > 5
-    for fall in analysis.waterfalls:
-        adds_up(fall)
