@@ -51,7 +51,9 @@ class Transfer:
     def arrived(self, step: Event) -> int | None:
         """When vLLM's API server received the request, if this line says so."""
         arrival = step.line.arrival
-        return None if arrival is None else self.clocks.at(step.line.engine, arrival)
+        if arrival is None:
+            return step.at if step.line.trigger == "arrived" else None
+        return min(self.clocks.at(step.line.engine, arrival), step.at)
 
 
 @dataclass(frozen=True, kw_only=True)

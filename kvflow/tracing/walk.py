@@ -7,6 +7,7 @@ Each function takes the walk back over what it knows, and says whether it has ar
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvflow.ids import ATTEMPT_STRIDE
 from kvflow.tracing.lines import READ, WRITE, is_of
 from kvflow.tracing.parts import Part
 from kvflow.tracing.path import Path
@@ -46,6 +47,12 @@ class Record:
     rank: str
     part: str
     events: Sequence[Event]
+
+    def attempt_of_load(self, attempt: int) -> int | None:
+        """The latest attempt, up to this one, of the same load of the consumer's."""
+        load = attempt // ATTEMPT_STRIDE
+        mine = {e.line.attempt for e in self.events if e.line.attempt // ATTEMPT_STRIDE == load}
+        return max((own for own in mine if own <= attempt), default=None)
 
     def recorded(self, attempt: int) -> int | None:
         """When this attempt's registration was on record."""
@@ -142,12 +149,12 @@ class Walk:
         rank = load.events[0].line.rank
         for attempt in reversed(load.attempts):
             mine = load.of(attempt)
-            record = self._critical(attempt, rank)
+            record, own = self._critical(attempt, rank)
             self._record = record or self._record
             if mine.first("expecting", "reading") is not None:
-                arrived = self._read(mine, record, attempt)
+                arrived = self._read(mine, record, own)
             else:
-                arrived = self._written(mine, record, attempt)
+                arrived = self._written(mine, record, own)
             if arrived:
                 return True
             self._path.back(Part.REGISTRATION, mine.events[0].at)
@@ -157,9 +164,9 @@ class Walk:
         """The same for traces without the consumer's side."""
         attempts = {event.line.attempt for event in self._request.prefills}
         for attempt in sorted(attempts, reverse=True):
-            record = self._critical(attempt, "")
+            record, own = self._critical(attempt, "")
             self._record = record or self._record
-            if self._written(Load(events=()), record, attempt):
+            if self._written(Load(events=()), record, own):
                 return True
         return False
 
@@ -253,31 +260,40 @@ class Walk:
 
     def _prefill_before(self) -> None:
         """The consumer's leg began here: after the prefill, if that was over by then."""
-        record = self._record or next(iter(self._records), None)
-        if record is not None:
+        last = [self._record] if self._record else []
+        for record in [*last, *self._records]:
             complete = record.finished(self._path.cursor)
             if complete is not None:
                 self._path.back(Part.MATCH, complete)
                 self._prefill(record)
+                return
         self._path.finish(Part.MATCH)
 
     # -- what is looked at -----------------------------------------------------------------------
 
-    def _critical(self, attempt: int, rank: str) -> Record | None:
-        """The producer's record of this attempt that was the last to end."""
-        found = [r for r in self._records if any(e.line.attempt == attempt for e in r.events)]
-        consumer = self._request.consumer
-        mine = [r for r in found if any(is_of(e.line.peer, consumer, rank) for e in r.events)]
+    def _critical(self, attempt: int, rank: str) -> tuple[Record | None, int]:
+        """The producer's record that was the last to end, and which attempt that was for it.
 
-        def last(record: Record) -> tuple[int, int]:
-            lowest = self._path.start - 1
-            ended, recorded = record.ended(attempt), record.recorded(attempt)
+        A retry concerns one rank only: for the others, an earlier attempt of the same load counts.
+        """
+        found = [(r, own) for r in self._records if (own := r.attempt_of_load(attempt)) is not None]
+        consumer = self._request.consumer
+        mine = [
+            (record, own)
+            for record, own in found
+            if any(is_of(e.line.peer, consumer, rank) for e in record.events)
+        ]
+        lowest = self._path.start - 1
+
+        def last(each: tuple[Record, int]) -> tuple[int, int]:
+            record, own = each
+            ended, recorded = record.ended(own), record.recorded(own)
             return (
                 lowest if ended is None else ended,
                 lowest if recorded is None else recorded,
             )
 
-        return max(mine or found, key=last, default=None)
+        return max(mine or found, key=last, default=(None, attempt))
 
     def _orders(self, record: Record, attempt: int) -> list[Event]:
         return [

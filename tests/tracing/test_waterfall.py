@@ -307,6 +307,21 @@ def test_a_write_that_failed_and_the_registration_after_it_are_on_the_path() -> 
     assert followed(tape.parsed())[0].request.attempts == 2
 
 
+def test_after_a_retry_of_one_rank_the_other_may_still_be_the_last() -> None:
+    tape = Tape()
+    sequential(tape)
+    for lines in tape.lines.values():
+        lines[:] = [x for x in lines if x["to"] not in ("sent", "received", "first_token")]
+    tape.prefill(41, "registered", "prefilled", "transferring", rank="pp0.tp1")
+    tape.prefill(70, "write_done", "transferring", "sent", rank="pp0.tp1")
+    tape.prefill(50, "write_failed", "transferring", "prefilled")
+    tape.load(51, "rank_failed", "transferring", "registering", attempt=17)
+    tape.prefill(53, "registered", "prefilled", "transferring", attempt=17)
+    tape.prefill(60, "write_done", "transferring", "sent", attempt=17)
+    tape.load(71, "done", "registering", "received", attempt=17)
+    assert parts(tape)[4:] == [("registration", 3.0), ("wire", 29.0), ("notice", 1.0)]
+
+
 def test_a_request_that_is_preempted_before_its_first_token_is_queued_again() -> None:
     tape = Tape()
     sequential(tape)
