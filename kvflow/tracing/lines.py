@@ -69,7 +69,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def transfer(self) -> TransferId:
-        """The transfer that it is about; "" if it is about none."""
+        """The transfer that it is about; "" if it is about none, or its parameters named none."""
         return transfer_of(PartId(TransferId(self.id)))
 
     @property
@@ -169,8 +169,8 @@ def _parse(text: bytes) -> Line:
         raise ValueError(_fault(text, error)) from error
     if line.version not in VERSIONS:
         raise ValueError(_of_another_version(line.version))
-    if line.machine in _MACHINES_WITH_STATES and not (line.id and line.source and line.dest):
-        raise ValueError(f"a line of the machine {line.machine} lacks id, from or to")
+    if line.machine in _MACHINES_WITH_STATES and not (line.source and line.dest):
+        raise ValueError(f"a line of the machine {line.machine} lacks from or to")
     return line
 
 

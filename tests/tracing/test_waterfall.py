@@ -367,6 +367,20 @@ def test_a_load_that_is_refused_at_once_before_the_first_token_is_computed_here(
     assert followed(tape.parsed())[0].reason == "forgotten"
 
 
+def test_a_load_whose_parameters_name_no_transfer_is_its_requests_own() -> None:
+    tape = Tape(of="")
+    tape.vllm(0, "consumer", "arrived")
+    tape.load(2, "load_refused", "new", "failed", reason="parameters")
+    tape.vllm(5, "consumer", "arrived", request="c2")
+    tape.vllm(9, "consumer", "first_token")
+    falls = followed(tape.parsed())
+    assert [(fall.request.id, fall.outcome, fall.reason) for fall in falls] == [
+        ("c1", Outcome.RECOMPUTED, "parameters"),
+        ("c2", Outcome.UNFINISHED, ""),
+    ]
+    assert [(s.part, s.us) for s in falls[0].segments] == [("queue", 2000), ("local", 7000)]
+
+
 def test_what_is_not_over_ends_with_its_last_line() -> None:
     tape = Tape()
     met(tape, 2, 3, 5, 6)
