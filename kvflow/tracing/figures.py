@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvflow.core import TABLES
 from kvflow.tracing.clocks import Clocks, estimate
-from kvflow.tracing.lines import Line, Traces, read_all
+from kvflow.tracing.lines import REQUEST, Line, Traces, read_all
 from kvflow.tracing.parts import Part
 from kvflow.tracing.transfers import Transfer, gather, requests_of
 from kvflow.tracing.waterfall import COUNTED, TO_FIRST_TOKEN, Waterfall, waterfall
@@ -15,6 +15,8 @@ from kvflow.tracing.waterfall import COUNTED, TO_FIRST_TOKEN, Waterfall, waterfa
 _TERMINAL = {table.name: table.terminal | {"forgotten"} for table in TABLES}
 _DONE = {"producer": frozenset({"kept"})}
 """States that are not terminal, but in which nothing is waited for that the request needs."""
+
+_WAIT = ("producer", "consumer", REQUEST)
 
 AWAITS: dict[tuple[str, str], str] = {
     ("consumer", "allocated"): "the meeting with {peer}",
@@ -37,6 +39,7 @@ AWAITS: dict[tuple[str, str], str] = {
     ("producer", "transferring"): "the end of the write to {peer}",
     ("producer", "lent"): "a word of {peer} that it has read",
     ("producer", "draining"): "the last handle of a write to {peer} that was stopped",
+    ("request", "arrived"): "its own vLLM, which has not scheduled it",
 }
 
 
@@ -226,15 +229,18 @@ class Unfinished:
 def unfinished(analysis: Analysis) -> list[Unfinished]:
     """The longest waiting first."""
     clocks = analysis.clocks
-    latest: dict[tuple[str, ...], Line] = {}
+    live: dict[tuple[str, ...], Line] = {}
     for file in analysis.traces.files:
         for line in file.lines:
-            if line.machine in ("producer", "consumer"):
-                latest[str(file.path), *line.record] = line
+            if line.machine in _WAIT:
+                live[str(file.path), *line.record] = line
+    waiting = [line for line in live.values() if not _is_over(line)]
+    # A request that waits for its load is told by the load.
+    told = {(x.engine, x.request) for x in waiting if x.machine != REQUEST}
     end = max((clocks.at(line.engine, line.t) for line in analysis.traces), default=0)
     found = []
-    for line in latest.values():
-        if line.dest in _TERMINAL[line.machine] | _DONE.get(line.machine, frozenset()):
+    for line in waiting:
+        if line.machine == REQUEST and (line.engine, line.request) in told:
             continue
         since = clocks.at(line.engine, line.t)
         awaits = AWAITS.get((line.machine, line.dest), "what this kvflow does not know")
@@ -248,3 +254,9 @@ def unfinished(analysis: Analysis) -> list[Unfinished]:
             )
         )
     return sorted(found, key=lambda each: each.since)
+
+
+def _is_over(line: Line) -> bool:
+    if line.machine == REQUEST:
+        return line.dest != "arrived"
+    return line.dest in _TERMINAL[line.machine] | _DONE.get(line.machine, frozenset())

@@ -75,7 +75,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def record(self) -> tuple[str, str, str, str]:
         """Which record it is about, within one file: engine, rank, machine, key."""
-        key = (self.request or "") if self.machine == "consumer" else self.id
+        key = (self.request or "") if self.machine in ("consumer", REQUEST) else self.id
         return self.engine, self.rank, self.machine, key
 
 

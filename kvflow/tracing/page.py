@@ -26,7 +26,7 @@ from kvflow.tracing.figures import (
     where_time_went,
 )
 from kvflow.tracing.parts import LOOKS, Part
-from kvflow.tracing.terminal import milliseconds, plain, short_names
+from kvflow.tracing.terminal import milliseconds, plain, remarks, short_names
 from kvflow.tracing.transfers import Event, Transfer
 from kvflow.tracing.waterfall import COUNTED, TO_FIRST_TOKEN, Outcome, Waterfall
 
@@ -310,10 +310,5 @@ def _history(
 ) -> list[object]:
     line = event.line
     worker = workers.setdefault(f"{names[line.engine]} {plain(line.rank)}", len(workers))
-    more = [f"attempt {line.attempt}"] if line.attempt else []
-    more += [f"reason {line.reason}"] if line.reason else []
-    more += [line.detail] if line.detail else []
-    more += [f"{line.bytes:,} bytes"] if line.bytes else []
-    more += [f"{name} {ms:,.3f} ms" for name, ms in (line.ms or {}).items()]
-    texts = (line.machine, line.trigger, line.source, line.dest, "; ".join(more))
+    texts = (line.machine, line.trigger, line.source, line.dest, remarks(line))
     return [_exact(event.at - transfer.start), worker, *map(plain, texts)]

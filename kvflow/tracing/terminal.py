@@ -20,6 +20,7 @@ from kvflow.tracing.figures import (
     unfinished,
     where_time_went,
 )
+from kvflow.tracing.lines import ORDERS, Line, micros
 from kvflow.tracing.parts import LOOKS, Part
 from kvflow.tracing.transfers import Event, Transfer
 from kvflow.tracing.waterfall import COUNTED, TO_FIRST_TOKEN, Outcome, Waterfall
@@ -57,6 +58,19 @@ def short_names(engines: Iterable[str]) -> dict[str, str]:
             length += 1
         names[engine] = plain(engine[:length])
     return names
+
+
+def remarks(line: Line) -> str:
+    """What a line says besides its transition."""
+    said = [f"attempt {line.attempt}"] if line.attempt else []
+    said += [f"reason {line.reason}"] if line.reason else []
+    said += [line.detail] if line.detail else []
+    said += [f"{line.tokens:,} tokens"] if line.tokens else []
+    said += [f"{line.bytes:,} bytes"] if line.bytes else []
+    if line.machine in ORDERS and line.began is not None:
+        said.append(f"took {milliseconds((micros(line.t) - micros(line.began)) / 1000)} ms")
+        said += [f"{name} {milliseconds(ms)}" for name, ms in (line.ms or {}).items()]
+    return "; ".join(said)
 
 
 def milliseconds(ms: float) -> str:
@@ -292,12 +306,8 @@ def _history_row(
     event: Event, start: int, names: Mapping[str, str]
 ) -> tuple[str, str, str, str, str, str]:
     line = event.line
-    more = [f"attempt {line.attempt}"] if line.attempt else []
-    more += [f"reason {line.reason}"] if line.reason else []
-    more += [line.detail] if line.detail else []
-    more += [f"{line.bytes:,} bytes"] if line.bytes else []
     engine = f"{names[line.engine]} {line.rank}"
     moved = f"{line.source} -> {line.dest}" if line.source else line.dest
-    texts = (engine, line.machine, line.trigger, moved, "; ".join(more))
+    texts = (engine, line.machine, line.trigger, moved, remarks(line))
     engine, machine, trigger, moved, rest = map(plain, texts)
     return milliseconds((event.at - start) / 1000), engine, machine, trigger, moved, rest

@@ -164,6 +164,20 @@ def test_what_is_unfinished_is_told_with_whom_it_waits_for(tmp_path: Path) -> No
     assert "consumer registered for 2.500 s on C pp0.tp0: awaits the KV from P:5600" in text
 
 
+def test_a_request_that_vllm_has_not_scheduled_is_unfinished_too(tmp_path: Path) -> None:
+    tape = Tape()
+    tape.vllm(0, "consumer", "arrived")
+    tape.vllm(0, "producer", "arrived")
+    tape.load(1, "blocks_allocated", "new", "allocated")
+    tape.vllm(3, "consumer", "arrived", request="c2", id="u")
+    tape.vllm(4, "consumer", "scheduled", request="c2", id="u")
+    told = json.loads(invoke("summary", "--json", *tape.write(tmp_path)).stdout)
+    assert [(x["machine"], x["engine"]) for x in told["unfinished"]] == [
+        ("request", "P"),
+        ("consumer", "C"),
+    ]
+
+
 def test_every_state_that_can_be_waited_in_has_a_sentence() -> None:
     for table in TABLES:
         if table.name == "peer":
