@@ -58,10 +58,10 @@ class Tape:
     def vllm(self, at_ms: float, role: str, trigger: str, **more: Value) -> None:
         """A line of vLLM's side. `arrived` arrives when it is written, unless told otherwise."""
         engine = str(more.pop("engine", None) or ("P" if role == "producer" else "C"))
-        known: dict[str, Value] = {"engine": engine, "rank": "scheduler", "role": role}
+        known: dict[str, Value] = {"engine": engine, "rank": "scheduler", "attempt": 0}
         if trigger == "arrived":
-            known["arrival"] = self._shown(at_ms, engine)
-        self.line(at_ms, "request", trigger, "", trigger, **{**known, "attempt": 0, **more})
+            known |= {"arrival": self._shown(at_ms, engine), "role": role}
+        self.line(at_ms, "request", trigger, "", trigger, **{**known, **more})
 
     def order(self, began_ms: float, at_ms: float, machine: str, **more: Value) -> None:
         """A WRITE or READ order that was taken at `began_ms` and ended at `ms`."""

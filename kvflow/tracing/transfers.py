@@ -17,6 +17,9 @@ from kvflow.tracing.lines import ORDERS, REQUEST, Line, is_of
 MOVED = frozenset({"sent", "kept"})
 """States of a producer's record whose part is with the consumer."""
 
+Name = tuple[str, str]
+"""A request: its engine, and vLLM's name of it there."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
@@ -40,6 +43,17 @@ class Transfer:
     @property
     def start(self) -> int:
         return self.events[0].at
+
+    @cached_property
+    def prefilling(self) -> frozenset[Name]:
+        """The requests, by engine and vLLM's name, that are prefill legs.
+
+        A request's first line says so; where it is missing, the producer machine's lines do.
+        """
+        roles = {_name(event.line): "producer" for event in self.of("producer")}
+        roles |= {_name(event.line): "consumer" for event in self.of("consumer")}
+        roles |= {_name(e.line): e.line.role for e in self.of(REQUEST) if e.line.role}
+        return frozenset(name for name, role in roles.items() if role == "producer")
 
     def began(self, order: Event) -> int:
         """When an order was taken."""
@@ -88,8 +102,9 @@ class Request:
     @cached_property
     def prefill_steps(self) -> list[Event]:
         """vLLM's lines on the producer."""
+        legs = self.transfer.prefilling
         steps = self.transfer.of(REQUEST)
-        return [e for e in steps if e.line.role == "producer" and not self._is_mine(e.line)]
+        return [e for e in steps if _name(e.line) in legs and not self._is_mine(e.line)]
 
     @cached_property
     def orders(self) -> list[Event]:
@@ -134,7 +149,7 @@ class Request:
         return next((at for at in known if at is not None), None)
 
     def _is_mine(self, line: Line) -> bool:
-        return (line.engine, line.request or "") == (self.consumer, self.request_id)
+        return _name(line) == (self.consumer, self.request_id)
 
     def _is_for_another(self, peer: str | None) -> bool:
         if not peer or not self.loads:
@@ -169,12 +184,16 @@ def gather(lines: Iterable[Line], clocks: Clocks) -> list[Transfer]:
 
 def requests_of(transfer: Transfer) -> Iterator[Request]:
     """One for each consumer request; one for the producer's side alone if there is none."""
-    lines = [event.line for event in transfer.events]
+    legs = transfer.prefilling if transfer.id else frozenset()
     consumers = [
-        (line.engine, line.request or "")
-        for line in lines
-        if line.machine == "consumer"
-        or (line.machine == REQUEST and (line.role != "producer" or not line.id))
+        _name(event.line)
+        for event in transfer.events
+        if event.line.machine == "consumer"
+        or (event.line.machine == REQUEST and _name(event.line) not in legs)
     ]
     for engine, request_id in dict.fromkeys(consumers) or [("", "")]:
         yield Request(transfer=transfer, consumer=engine, request_id=request_id)
+
+
+def _name(line: Line) -> Name:
+    return line.engine, line.request or ""

@@ -168,7 +168,9 @@ class Walk:
             self._record = record or self._record
             if self._written(Load(events=()), record, own):
                 return True
-        return False
+        started = [record for record in self._records if record.started is not None]
+        computing = [record for record in started if record.finished(None) is None]
+        return bool(computing) and self._prefill(computing[0])
 
     # -- one attempt -----------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ DOCUMENT = (Path(__file__).parents[2] / "specs" / "tracing.md").read_text(encodi
 
 
 def example() -> list[Tape]:
-    """Both legs at once; decode after prefill; a producer that is lost. Its clock is 3.2 s ahead."""
+    """Both legs at once; decode after prefill; one without an answer. P's clock is 3.2 s ahead."""
     ahead = {"P": 3.2}
     both = Tape(of="chat-1", ahead_s=ahead)
     p: dict[str, str] = {"request": "p1"}

@@ -397,6 +397,36 @@ def test_a_producers_side_alone_has_its_parts_too() -> None:
     assert parts(tape) == [("queue", 5.0), ("prefill", 25.0), ("match", 11.0), ("wire", 9.0)]
 
 
+def test_a_prompt_that_is_still_computed_is_prefill() -> None:
+    tape = Tape()
+    tape.vllm(0, "producer", "arrived")
+    tape.vllm(3, "producer", "scheduled")
+    tape.prefill(4, "prefill_started", "unknown", "allocated")
+    tape.line(9, "producer", "prefill_started", "unknown", "allocated", engine="P", id="t 1")
+    [fall] = followed(tape.parsed())
+    assert (fall.outcome, fall.request.consumer) == (Outcome.UNFINISHED, "")
+    assert parts(tape) == [("queue", 3.0), ("prefill", 6.0)]
+
+
+def test_a_leg_whose_first_line_is_missing_is_known_by_its_record() -> None:
+    tape = Tape()
+    sequential(tape)
+    for lines in tape.lines.values():
+        lines[:] = [line for line in lines if line["trigger"] != "arrived"]
+    [fall] = followed(tape.parsed())
+    assert (fall.request.consumer, fall.request.producers) == ("C", ["P"])
+    assert parts(tape)[:2] == [("prefill", 25.0), ("match", 8.0)]
+
+
+def test_of_a_consumer_only_the_schedulers_lines_may_be_there() -> None:
+    tape = Tape()
+    sequential(tape)
+    tape.lines["C"] = [line for line in tape.lines["C"] if line["machine"] == "request"]
+    [fall] = followed(tape.parsed())
+    assert fall.outcome is Outcome.FIRST_TOKEN
+    assert parts(tape)[-2:] == [("wire", 9.0), ("step", 5.0)]
+
+
 def test_a_consumers_side_alone_has_its_parts_too() -> None:
     tape = Tape()
     sequential(tape)
