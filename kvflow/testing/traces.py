@@ -77,6 +77,13 @@ class Tape:
         }
         self.line(at_ms, machine, "done", "posted", "done", **{**known, **more})
 
+    def meet(self, allocated: float, asked: float, recorded: float, answered: float) -> None:
+        """The consumer meets the producer, which computes the prompt, registers, is answered."""
+        self.load(allocated, "blocks_allocated", "new", "allocated")
+        self.load(asked, "peer_met", "allocated", "registering")
+        self.prefill(recorded, "registered", "allocated", "registered")
+        self.load(answered, "accepted", "registering", "registered")
+
     def line(
         self, at_ms: float, machine: str, trigger: str, source: str, dest: str, **more: Value
     ) -> None:
@@ -119,6 +126,22 @@ class Tape:
 
     def _shown(self, ms: float, engine: str) -> float:
         return round(EPOCH_S + ms / 1000 + self.ahead_s.get(engine, 0.0), 6)
+
+
+def decode_after_prefill(tape: Tape) -> None:
+    """The prefill is over at 30, the consumer's leg arrives at 35, its first token comes at 55."""
+    tape.vllm(0, "producer", "arrived")
+    tape.vllm(5, "producer", "scheduled")
+    tape.prefill(5, "prefill_started", "unknown", "allocated")
+    tape.prefill(30, "prefill_finished", "allocated", "prefilled")
+    tape.vllm(35, "consumer", "arrived")
+    tape.load(38, "blocks_allocated", "new", "allocated")
+    tape.load(38.5, "peer_met", "allocated", "registering")
+    tape.prefill(41, "registered", "prefilled", "transferring")
+    tape.load(41.4, "accepted", "registering", "transferring")
+    tape.prefill(50, "write_done", "transferring", "sent")
+    tape.load(51, "done", "transferring", "received")
+    tape.vllm(55, "consumer", "first_token")
 
 
 def _shown_at(line: Mapping[str, Value]) -> float:
@@ -190,3 +213,9 @@ def adds_up(fall: Waterfall) -> None:
     assert all(one.end == other.begin for one, other in pairwise(fall.segments))
     if fall.segments:
         assert (fall.segments[0].begin, fall.segments[-1].end) == (fall.start, fall.end)
+
+
+def parts_of(tape: Tape) -> list[tuple[str, float]]:
+    """The parts of its only request, in milliseconds."""
+    [fall] = followed(tape.parsed())
+    return [(segment.part.value, segment.us / 1000) for segment in fall.segments]
