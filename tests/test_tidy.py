@@ -76,7 +76,7 @@ LAYERS = {
         lazily=frozenset({"yaml"}),
     ),
     "tracing": Layer(
-        own=frozenset({"tracing", "core", "observe", "ids", "errors"}),
+        own=frozenset({"tracing", "core", "ids", "errors"}),
         others=frozenset({"msgspec", "rich", "typer"}),
         not_these=frozenset({"asyncio", "threading", "socket", "time", "random"}),
     ),

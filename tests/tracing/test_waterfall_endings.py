@@ -1,4 +1,4 @@
-"""The critical path of requests for which not all went well, or of which not all lines are there."""
+"""The critical path of requests for which not all went well, or whose lines are not all there."""
 
 from kvflow.testing.traces import Tape, decode_after_prefill, followed, parts_of
 from kvflow.tracing.waterfall import Outcome
