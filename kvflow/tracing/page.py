@@ -126,7 +126,7 @@ def _title(part: Part) -> str:
 def _requests(analysis: Analysis) -> str:
     falls = sorted(analysis.waterfalls, key=lambda fall: -fall.span_us)
     parts = parts_seen(falls)
-    keys = [("start", "start, ms"), ("ttft", "span, ms")]
+    keys = [("start", "start, ms"), ("ttft", "TTFT, ms" if _to_token(falls) else "span, ms")]
     columns = [(part.value, _title(part)) for part in parts]
 
     def header(key: str, name: str) -> str:
@@ -203,6 +203,11 @@ def _request(
     )
 
 
+def _to_token(falls: Iterable[Waterfall]) -> bool:
+    """Whether all spans that are counted are times to first token."""
+    return all(fall.outcome in TO_FIRST_TOKEN for fall in falls if fall.outcome in COUNTED)
+
+
 def _exact(us: int) -> str:
     """Milliseconds with all three digits that there are."""
     return f"{'-' if us < 0 else ''}{abs(us) // 1000}.{abs(us) % 1000:03d}"
@@ -212,10 +217,7 @@ def _where_time_went(analysis: Analysis) -> str:
     spreads = where_time_went(analysis.waterfalls)
     if not spreads[0].count:
         return ""
-    to_token = all(
-        fall.outcome in TO_FIRST_TOKEN for fall in analysis.waterfalls if fall.outcome in COUNTED
-    )
-    whole = "time to first token" if to_token else "whole span"
+    whole = "time to first token" if _to_token(analysis.waterfalls) else "whole span"
     rows = []
     for spread in spreads:
         is_whole = spread.name == "span"
