@@ -11,6 +11,7 @@ from kvflow.bench.cli import bench_app
 from kvflow.diagrams.cli import states
 from kvflow.doctor.cli import doctor
 from kvflow.live import cli as live_cli
+from kvflow.tracing.cli import trace_app
 
 app = typer.Typer(
     name="kvflow",
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 live_cli.add_to(app)
 app.command()(doctor)
+app.add_typer(trace_app, name="trace")
 
 
 class DispatchOption(enum.StrEnum):

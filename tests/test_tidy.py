@@ -85,11 +85,17 @@ LAYERS = {
     "live": Layer(
         own=frozenset({"live", "io", "wire", "ids", "errors"}),
         others=frozenset({"msgspec", "rich", "typer"}),
+    ),
     "doctor": Layer(
         own=frozenset({"doctor", "planning", "settings", "io", "core", "layout", "wire"})
         | frozenset({"ids", "errors"}),
         others=frozenset({"httpx", "msgspec", "numpy", "packaging", "rich", "typer"}),
         lazily=frozenset({"psutil"}),
+    ),
+    "tracing": Layer(
+        own=frozenset({"tracing", "core", "ids", "errors"}),
+        others=frozenset({"msgspec", "rich", "typer"}),
+        not_these=frozenset({"asyncio", "threading", "socket", "time", "random"}),
     ),
     # Only the benchmark of vLLM's hooks needs the connector, and vLLM; the others see of it what an
     # operator does.
