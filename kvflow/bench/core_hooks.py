@@ -78,6 +78,7 @@ class _Halves:
 
         config: Any = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(
+                kv_role=self.kv_role,
                 is_kv_producer=self.kv_role == "kv_producer",
                 kv_load_failure_policy="fail",
                 kv_buffer_device="cpu",
