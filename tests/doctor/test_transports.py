@@ -13,7 +13,7 @@ from kvflow.doctor.findings import Finding, Severity
 
 from .made_up import CMA, HERE, NIXL, RC, RDMA, TCP, named, the_worst, worst
 
-LOG = (Path(__file__).parent / "ucx.log").read_text(encoding="utf-8")
+LOG = (Path(__file__).parent / "ucx_tables.txt").read_text(encoding="utf-8")
 
 
 def findings(
