@@ -81,7 +81,7 @@ case ${1-} in
     --quick)
         lint
         say "pytest, quick"
-        exec "$venv/bin/python" -m pytest -m "not nixl and not e2e and not tla" "${@:2}"
+        exec "$venv/bin/python" -m pytest -m "not nixl and not e2e and not tla and not slow" "${@:2}"
         ;;
     "")
         lint

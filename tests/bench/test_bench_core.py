@@ -32,6 +32,7 @@ def test_a_transfer_begins_ends_and_aborts_on_either_side(make: type) -> None:
     assert watched.spent_s > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", SIDES)
 def test_costs_are_counted_with_so_many_live(make: type) -> None:
     found = cost(make, live=5, transfers=7, rounds=2)
@@ -41,6 +42,7 @@ def test_costs_are_counted_with_so_many_live(make: type) -> None:
     assert found.renewal_s > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", SIDES)
 def test_block_ids_are_a_part_of_the_memory(make: type) -> None:
     found = memory(make, live=50)
@@ -48,6 +50,7 @@ def test_block_ids_are_a_part_of_the_memory(make: type) -> None:
     assert found.bytes_without_ids > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", SIDES)
 def test_a_soak_leaves_nothing(make: type) -> None:
     found = soak(make, transfers=60, live=4)
@@ -95,6 +98,7 @@ def test_goals() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_without_vllm_the_hooks_are_left_out_and_said_to_be(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def kernels() -> list[tuple[torch.dtype, int]]:
     return [(dtype, n) for dtype in (torch.float32, torch.bfloat16) for n in (32, 64, 96)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tokens"), kernels(), ids=str)
 def test_the_planes_say_where_vllms_kernels_write_a_token(dtype: torch.dtype, tokens: int) -> None:
     """Block by block, so that a tile's tokens are written together: the kernels may permute them

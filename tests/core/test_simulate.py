@@ -257,6 +257,7 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mutant", "broken"), MUTANTS, ids=lambda m: getattr(m, "__name__", ""))
 def test_a_broken_rule_is_found_and_its_transcript_is_short(
     mutant: Callable[[pytest.MonkeyPatch], None], broken: set[str], monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,8 @@ from kvflow.doctor.examine import CHECKS
 
 from .side_channels import engine
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 LAYOUTS = ROOT / "examples" / "layouts"
 COMMAND = "from kvflow.cli import main; main()"

@@ -40,6 +40,7 @@ def test_a_process_that_dies_is_named_with_its_signal_and_stage(
     assert pair.tls == "tcp"
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_ended_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ WAVE = 100
 SERVED_MAX = Settings().side_channel_connections_max
 BEYOND = ("connection", f"more than {SERVED_MAX} at once")
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from functools import partial
 from math import gcd
 
 import numpy as np
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,8 @@ from kvflow.layout import Pairing, Runs, check_layers, check_sizes, owed, pair, 
 
 from .cases import Case, cases
 from .engines import Worker, heads_of, perform, place_of
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = int(os.environ.get("KVFLOW_EXAMPLES", "200"))
 
