@@ -11,10 +11,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from kvflow.observe.trace import READABLE
+
 Machine: TypeAlias = Literal["producer", "consumer"]
 
 TRACE_SUFFIX = ".ndjson"
-_VERSIONS = (1, 2)
 _OVER = frozenset({"received", "kept", "sent", "failed", "released", "forgotten"})
 
 
@@ -154,7 +155,7 @@ def _parse(data: bytes) -> Iterable[Transition]:
     finished, _, _ = data.rpartition(b"\n")
     for line in finished.splitlines():
         fields = json.loads(line)
-        if fields["v"] not in _VERSIONS or fields["machine"] not in ("producer", "consumer"):
+        if fields["v"] not in READABLE or fields["machine"] not in ("producer", "consumer"):
             continue
         yield Transition(
             at=float(fields["t"]),
