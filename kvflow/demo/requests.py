@@ -32,6 +32,7 @@ JsonObject: TypeAlias = Mapping[str, Json]
 
 OUTPUT_TOKENS = 16
 REQUEST_TIMEOUT_S = 120.0
+_KEEPALIVE_S = 2.0
 _LINE_BYTES_MAX = 4 * 1024 * 1024
 _ERROR_CHARS_MAX = 400
 
@@ -124,6 +125,18 @@ def prompts(
     return tuple(tuple(source.choices(PROMPT_TOKEN_IDS, k=length)) for length in lengths)
 
 
+def http_session(timeout_s: float) -> aiohttp.ClientSession:
+    """HTTP to engines or to a router: any number at a time, each for at most `timeout_s`.
+
+    Not on a connection that the server may be closing, which vLLM does 5 s after its last answer.
+    """
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=timeout_s),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+        read_bufsize=_LINE_BYTES_MAX,
+    )
+
+
 class Client:
     """Sends completions; an async context manager around one HTTP session."""
 
@@ -133,11 +146,7 @@ class Client:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=self._timeout_s),
-            connector=aiohttp.TCPConnector(limit=0),
-            read_bufsize=_LINE_BYTES_MAX,
-        )
+        self._session = http_session(self._timeout_s)
         return self
 
     async def __aexit__(self, *_: object) -> None:

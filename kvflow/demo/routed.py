@@ -33,7 +33,7 @@ from kvflow.demo.engines import (
     wait_ready_async,
 )
 from kvflow.demo.loading import loading
-from kvflow.demo.requests import OUTPUT_TOKENS
+from kvflow.demo.requests import OUTPUT_TOKENS, http_session
 from kvflow.demo.router import Router, router
 from kvflow.demo.traces import TRACE_SUFFIX
 
@@ -157,11 +157,10 @@ async def chat(
 
 async def demo_routed(directory: Path, model: Path, notes: Console, *, as_json: bool) -> int:
     """Runs it; returns the exit status."""
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     asked = chats(REQUESTS)
     async with (
         served(directory, model, notes) as engines,
-        aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session,
+        http_session(_TIMEOUT_S) as session,
     ):
         with notes.status("each prompt by one engine alone"):
             url = engines.producers[0].url

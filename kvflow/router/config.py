@@ -57,6 +57,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     retry_min_s, retry_max_s
                        an engine that is out is tried again after the first, then after twice as
                        long each time, up to the second.
+    keepalive_s        a connection to an engine that was idle for so long is not used again. An
+                       engine closes it after its own time (vLLM: VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+                       5 s), and a leg sent at that moment would be lost: keep this well below.
     shared_key_file    as in the engines' settings, if they have one.
     """
 
@@ -78,6 +81,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     meet_timeout_s: Seconds = 10.0
     retry_min_s: Seconds = 1.0
     retry_max_s: Seconds = 30.0
+    keepalive_s: Seconds = 2.0
     shared_key_file: str = ""
 
 

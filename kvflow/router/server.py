@@ -62,7 +62,7 @@ async def routing(config: Config) -> AsyncIterator[Starlette]:
     except KVFlowError as error:
         raise StartError(str(error)) from error
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=config.keepalive_s)
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, read_bufsize=_READ_BYTES
     ) as session:

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
 from rich.console import Console
 
 from kvflow.demo.engines import SERVED_MODEL
 from kvflow.demo.model import tiny_model
+from kvflow.demo.requests import http_session
 from kvflow.demo.routed import Answered, Served, chat, chats, send_and_kill, served
 from kvflow.demo.router import Router, router
 from kvflow.demo.traces import read_journeys
@@ -76,12 +76,6 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(work)
 
 
-def session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=120)
-    )
-
-
 async def empty(routed: Routed, within_s: float = 5.0) -> None:
     """No engine has a block in use."""
     began = time.monotonic()
@@ -97,7 +91,7 @@ def test_streamed_chats_have_the_tokens_of_one_engine_and_their_kv_was_moved(
 ) -> None:
     async def work() -> None:
         asked = chats(16, seed=3)
-        async with session() as client:
+        async with http_session(120) as client:
             url = routed.engines.producers[0].url
             alone = [await chat(client, url, each, tokens=TOKENS) for each in asked]
             sent = [chat(client, routed.router.url, each, tokens=TOKENS) for each in asked]
@@ -122,7 +116,7 @@ def test_one_producer_serves_two_consumers(routed: Routed) -> None:
         asked = chats(12, seed=17)
         (one, two), (three,) = routed.engines.producers, routed.engines.consumers
         async with (
-            session() as client,
+            http_session(120) as client,
             router([one.url], [two.url, three.url], routed.directory / "1p2d.log") as running,
         ):
             alone = [await chat(client, one.url, each, tokens=TOKENS) for each in asked]
@@ -176,7 +170,7 @@ def test_of_clients_that_leave_nothing_is_left_in_engines_or_router(routed: Rout
         before = open_sockets(routed), resident_mb(routed)
         since = len(routed.log())
         limit = asyncio.Semaphore(AT_ONCE)
-        async with session() as client:
+        async with http_session(120) as client:
             url = routed.engines.producers[0].url
             alone = [await chat(client, url, each, tokens=TOKENS) for each in asked]
 
@@ -239,7 +233,7 @@ def test_routers_in_use_get_the_tokens_of_one_engine_and_the_kv_is_moved(
     async def work() -> None:
         producers = [each.url for each in routed.engines.producers]
         consumers = [each.url for each in routed.engines.consumers]
-        async with session() as client, AsyncExitStack() as stack:
+        async with http_session(120) as client, AsyncExitStack() as stack:
             alone = [await chat(client, producers[0], each, tokens=TOKENS) for each in asked]
             before = prompt_tokens(consumers[0])
             router_ = (
@@ -300,7 +294,7 @@ def test_a_producer_that_is_killed_in_the_middle_fails_no_request(routed: Routed
         asked = chats(24, seed=29)
         survivor, victim = routed.engines.producers
         since = len(routed.log())
-        async with session() as client:
+        async with http_session(120) as client:
             alone = [await chat(client, survivor.url, each, tokens=TOKENS) for each in asked]
             answers = await send_and_kill(client, routed.router, victim, asked)
             async with client.get(f"{routed.router.url}/health") as response:

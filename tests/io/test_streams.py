@@ -74,7 +74,7 @@ def test_whoever_takes_blocks_away_waits_until_nothing_reads_them_s3(
     registered(producer, consumer)
     producer.faults.pending_polls = 20
     producer.advance_prefill("t", SOURCE[:3])
-    producer.comes_to("producer", "t", "streaming")
+    wait_until(lambda: producer.port.posts, "something is posted")
     producer.preempt_prefill("t")
     assert not producer.port.posts
     assert producer.state("producer", "t") == "held"
@@ -96,7 +96,7 @@ def test_the_wait_for_a_write_that_hangs_is_bounded_and_its_end_does_not_count(
     registered(producer, consumer)
     producer.faults.pending_polls = 2**30
     producer.advance_prefill("t", SOURCE[:3])
-    producer.comes_to("producer", "t", "streaming")
+    wait_until(lambda: producer.port.posts, "something is posted")
     began = time.monotonic()
     producer.preempt_prefill("t")
     assert time.monotonic() - began >= FAST.timings.slice_max_s

@@ -104,6 +104,8 @@ class FakeEngine:
         self.ranks = ranks
         self.legs: list[tuple[Mapping[str, str], Mapping[str, Any]]] = []
         """Headers and `kv_transfer_params` of what came."""
+        self.connections: list[tuple[str, int]] = []
+        """From where each leg came."""
         self.knobs = Knobs()
         self.in_flight = 0
         self.port = 0
@@ -182,6 +184,8 @@ class FakeEngine:
         params = body.get("kv_transfer_params") or {}
         id_ = params.get("transfer_id", "")
         self.legs.append((dict(request.headers), params))
+        assert request.transport is not None
+        self.connections.append(request.transport.get_extra_info("peername"))
         prefill = params.get("do_remote_decode", False)
         what = "prefill" if prefill else "decode" if params else "local"
         self.world.events.append((self.name, what, id_))

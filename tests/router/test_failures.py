@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvflow.router.config import Config
+
 from .fakes import MODEL, Routed, routed, until, words
 
 pytestmark = pytest.mark.timeout(60)
@@ -229,3 +231,22 @@ def test_of_many_requests_with_faults_and_clients_that_leave_nothing_is_left() -
             await nothing_left(r)
 
     run(work())
+
+
+def test_a_leg_is_not_sent_on_a_connection_that_its_engine_may_be_closing() -> None:
+    """vLLM closes what was idle for its keep-alive time, and a leg that meets that is lost."""
+
+    async def work() -> None:
+        async with routed(watch_interval_s=30, keepalive_s=0.2) as r:
+            for pause_s in (0, 0.5):
+                await asyncio.sleep(pause_s)
+                assert (await r.complete())[0] == 200
+            for engine in (*r.producers, *r.consumers):
+                assert len(set(engine.connections[-2:])) == 2
+
+    run(work())
+
+
+def test_connections_are_kept_for_less_than_vllm_keeps_them() -> None:
+    vllm_keeps_s = 5  # VLLM_HTTP_TIMEOUT_KEEP_ALIVE
+    assert Config().keepalive_s <= vllm_keeps_s / 2
