@@ -174,10 +174,13 @@ class Driver:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def _turn(self, event: ev.Event) -> None:
-        self._guarded("event", event, lambda: self.engine.receive(event, self._clock()))
+    def _turn(self, event: ev.Event, *told: Carried) -> None:
+        """`told`: what the observer hears before what comes of the event."""
+        self._guarded("event", event, lambda: [*told, *self.engine.receive(event, self._clock())])
 
-    def _guarded(self, what: str, event: ev.Event | None, step: Callable[[], list[Effect]]) -> None:
+    def _guarded(
+        self, what: str, event: ev.Event | None, step: Callable[[], Iterable[Effect | Carried]]
+    ) -> None:
         """Here, and only here, a bug becomes a report instead of a dead thread."""
         try:
             effects = step()
@@ -272,10 +275,12 @@ class Driver:
 
     # -- effects -----------------------------------------------------------------------------------
 
-    def _perform(self, effect: Effect) -> None:
+    def _perform(self, effect: Effect | Carried) -> None:
         match effect:
             case Moved():
                 self._observer.moved(effect)
+            case Carried():
+                self._observer.carried(effect)
             case SendNotice():
                 self._outgoing.setdefault(effect.agent, []).append(effect.notice)
             case PostWrite() | PostRead():
@@ -349,8 +354,7 @@ class Driver:
                 continue
             if answer is not None:
                 self._transfers.remove(transfer)
-                self._observer.carried(self._carried(transfer, answer))
-                self._turn(answer)
+                self._turn(answer, self._carried(transfer, answer))
 
     def _carried(self, transfer: Transfer, answer: Ended) -> Carried:
         """What became of a write or read, named as its record is."""

@@ -310,13 +310,14 @@ def test_an_exception_in_the_engine_gives_the_blocks_of_a_prefill_back(
     assert len(pair.producer.notes.failures) == 1
 
 
-def test_an_effect_that_fails_loses_none_of_the_others(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("told", ["moved", "carried"])
+def test_an_observer_that_fails_loses_nothing_else(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, told: str
 ) -> None:
-    def moved(moved: object) -> None:
+    def fails(what: object) -> None:
         raise OSError("no space left for the trace")
 
-    monkeypatch.setattr(pair.producer.notes, "moved", moved)
+    monkeypatch.setattr(pair.producer.notes, told, fails)
     prefill_first(pair, "t")
     pair.turn_until_quiet()
     assert pair.consumer.reports.received_ids == [(load_of("t"), None)]
