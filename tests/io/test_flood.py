@@ -4,6 +4,7 @@ The clients are another process, so that each side has only its half of the file
 """
 
 import asyncio
+import gc
 import os
 import resource
 import subprocess
@@ -109,6 +110,8 @@ def left_open(clients: "subprocess.Popen[str]") -> int:
 
 
 def files() -> int:
+    """What earlier tests left to the garbage collector may go at any time, so it goes first."""
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -133,7 +136,7 @@ def test_those_beyond_the_limit_are_closed_at_once_and_counted_f20(
     until(flooded.is_idle)
     flooded.asks()
     assert flooded.refused.total() == CONNECTIONS
-    until(lambda: files() == before)
+    until(lambda: files() <= before)
 
 
 def test_those_within_the_limit_are_cut_off_in_time_and_a_consumer_meets_the_engine_f20(
@@ -150,4 +153,4 @@ def test_those_within_the_limit_are_cut_off_in_time_and_a_consumer_meets_the_eng
         assert flooded.refused.total() == CONNECTIONS
         assert flooded.refused["connection", "TimeoutError: "] >= SERVED_MAX
         assert flooded.refused[BEYOND] > 0
-    until(lambda: files() == before)
+    until(lambda: files() <= before)
