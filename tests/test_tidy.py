@@ -74,7 +74,8 @@ LAYERS = {
         others=frozenset({"numpy", "msgspec", "structlog", "torch", "vllm", "prometheus_client"}),
     ),
     "diagrams": Layer(
-        own=frozenset({"core", "errors", "observe", "diagrams"}), others=frozenset({"typer"})
+        own=frozenset({"core", "observe", "tracing", "errors", "diagrams"}),
+        others=frozenset({"typer"}),
     ),
     "router": Layer(
         own=frozenset({"router", "io", "wire", "ids", "errors"}),
@@ -93,7 +94,7 @@ LAYERS = {
         lazily=frozenset({"psutil"}),
     ),
     "tracing": Layer(
-        own=frozenset({"tracing", "core", "ids", "errors"}),
+        own=frozenset({"tracing", "observe", "core", "ids", "errors"}),
         others=frozenset({"msgspec", "rich", "typer"}),
         not_these=frozenset({"asyncio", "threading", "socket", "time", "random"}),
     ),

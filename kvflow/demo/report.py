@@ -19,9 +19,9 @@ from rich.text import Text
 
 from kvflow.demo.engines import Json
 from kvflow.demo.requests import Completion, Dispatch, Endpoints, Exchange
-from kvflow.demo.traces import Journey, Machine, find_journey
+from kvflow.demo.traces import Journey, find_journey
 
-Column: TypeAlias = tuple[Machine, str]
+Column: TypeAlias = tuple[str, str]
 """A machine and one of its states."""
 
 _STATE_ORDER = (

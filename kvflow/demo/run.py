@@ -34,6 +34,7 @@ from kvflow.demo.requests import Client, Completion, Dispatch, Endpoints, prompt
 from kvflow.demo.router import RouterFailedError
 from kvflow.demo.signals import SignalledError, sigterm_as_exception, until_signalled
 from kvflow.demo.traces import TRACE_SUFFIX, Journey, find_journey, read_journeys
+from kvflow.tracing.lines import UnreadableTraceError
 
 _TRACE_WAIT_S = 3.0
 _TRACE_POLL_S = 0.1
@@ -85,7 +86,7 @@ def demo(options: DemoOptions) -> int:
         return 128 + signal.SIGINT
     except SignalledError:
         return 128 + signal.SIGTERM
-    except (EngineFailedError, RouterFailedError) as error:
+    except (EngineFailedError, RouterFailedError, UnreadableTraceError) as error:
         if options.as_json:
             print(report.failure_json(str(error), directory))
         notes.print(str(error), style="red", markup=False, soft_wrap=True)

@@ -1,6 +1,6 @@
 """How often each edge was taken, and how long records stayed in each state, counted in traces.
 
-A trace has a line per change of state (`kvflow.observe.trace`). The time in a state is what lies
+A trace has a line per change of state (`kvflow.tracing.lines`). The time in a state is what lies
 between two consecutive lines of one record: a transfer id (producer), a request (consumer) or a
 peer, in one rank of one engine in one file. Rows that stay in their state have no line, so nothing
 is lost of it; a state in which a record still is at the end of its trace does not count.
@@ -8,20 +8,16 @@ is lost of it; a state in which a record still is at the end of its trace does n
 Known limit: whether the lines of a record follow one another is not checked; `kvflow replay` does.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
 from statistics import median
 
 from kvflow.core import TABLES
 from kvflow.diagrams.graph import Pair, edges_of
-from kvflow.errors import KVFlowError
-from kvflow.observe.trace import ASIDE, READABLE
+from kvflow.tracing.lines import Line, UnreadableTraceError, read_all
 
-_TEXTS = ("engine", "rank", "machine", "id", "trigger", "from", "to")
 _TRIGGERS = {table.name: {edge.pair: edge.triggers for edge in edges_of(table)} for table in TABLES}
 _STAYS = {
     table.name: {
@@ -29,10 +25,6 @@ _STAYS = {
     }
     for table in TABLES
 }
-
-
-class NoTraceError(KVFlowError):
-    """A file that cannot be read, or a line that no engine writes: says which, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +52,16 @@ class _Count:
 def heat_of(paths: Iterable[Path]) -> dict[str, Heat]:
     """Every machine's heat, over all traces; a file given twice counts once.
 
-    Raises `NoTraceError`.
+    Raises `UnreadableTraceError`, also for a line that is no row of its table.
     """
     counts = {table.name: _Count() for table in TABLES}
-    files = list(dict.fromkeys(paths))
-    for path in files:
-        _count_trace(path, counts)
+    files = read_all(paths).files
+    for file in files:
+        latest: dict[tuple[str, ...], Line] = {}
+        for line in file.lines:
+            if line.machine in counts and (line.source, line.dest) not in _STAYS[line.machine]:
+                _count_line(line, counts[line.machine], latest.get(line.record))
+                latest[line.record] = line
     return {
         name: Heat(
             taken=dict(count.taken),
@@ -77,73 +73,13 @@ def heat_of(paths: Iterable[Path]) -> dict[str, Heat]:
     }
 
 
-def _count_trace(path: Path, counts: Mapping[str, _Count]) -> None:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise NoTraceError(f"{path} cannot be read: {why}") from error
-    entered: dict[tuple[str, ...], tuple[str, float]] = {}
-    finished, _, _ = text.rpartition("\n")  # The last line of an engine that runs may be cut off.
-    for number, each in enumerate(finished.split("\n"), 1):
-        if each.strip():
-            _count_line(f"{path}:{number}", each, counts, entered)
-
-
-def _count_line(
-    place: str,
-    text: str,
-    counts: Mapping[str, _Count],
-    entered: dict[tuple[str, ...], tuple[str, float]],
-) -> None:
-    line = _parsed(place, text)
-    machine = line["machine"]
-    if isinstance(machine, str) and machine in ASIDE:
-        return
-    words, at = _words(place, line)
-    if words["machine"] not in counts:
-        known = ", ".join(counts)
-        raise NoTraceError(f"{place}: machine {machine!r} is not one of {known}")
-    pair, trigger = (words["from"], words["to"]), words["trigger"]
-    if pair in _STAYS[words["machine"]]:
-        return
-    if trigger not in _TRIGGERS[words["machine"]].get(pair, ()):
-        leads = f"leads from {pair[0]} to {pair[1]} on {trigger}"
-        raise NoTraceError(f"{place}: no row of the {machine} {leads}")
-    count = counts[words["machine"]]
+def _count_line(line: Line, count: _Count, before: Line | None) -> None:
+    """`before`: the previous line of its record."""
+    pair = (line.source, line.dest)
+    if line.trigger not in _TRIGGERS[line.machine].get(pair, ()):
+        leads = f"leads from {line.source} to {line.dest} on {line.trigger}"
+        raise UnreadableTraceError(line.place, f"no row of the {line.machine} {leads}")
     count.taken[pair] += 1
-    count.triggers[pair, trigger] += 1
-    key = str(line.get("request")) if machine == "consumer" else words["id"]
-    record = words["engine"], words["rank"], words["machine"], key
-    state, since = entered.get(record, ("", 0.0))
-    if state == pair[0]:
-        count.spent_s.setdefault(state, []).append(max(at - since, 0.0))
-    entered[record] = pair[1], at
-
-
-def _parsed(place: str, text: str) -> dict[str, object]:
-    try:
-        line: object = json.loads(text)
-    except ValueError as error:
-        raise NoTraceError(f"{place} is no line of a trace: not JSON") from error
-    if not isinstance(line, dict) or "machine" not in line:
-        raise NoTraceError(f"{place} is no line of a trace: not an object with a machine")
-    if line.get("v") not in READABLE:
-        known = " and ".join(map(str, READABLE))
-        said = f"has version {line.get('v')!r} of the trace's schema"
-        raise NoTraceError(f"{place} {said}; versions {known} are known")
-    return line
-
-
-def _words(place: str, line: Mapping[str, object]) -> tuple[dict[str, str], float]:
-    """The texts of a line, and its time."""
-    words: dict[str, str] = {}
-    for key in _TEXTS:
-        word = line.get(key)
-        if not isinstance(word, str):
-            raise NoTraceError(f"{place} is no line of a trace: {key!r} is {word!r}, not a text")
-        words[key] = word
-    at = line.get("t")
-    if isinstance(at, bool) or not isinstance(at, int | float) or not isfinite(at):
-        raise NoTraceError(f"{place} is no line of a trace: 't' is {at!r}, not a time")
-    return words, at
+    count.triggers[pair, line.trigger] += 1
+    if before is not None and before.dest == line.source:
+        count.spent_s.setdefault(line.source, []).append(max(line.t - before.t, 0.0))

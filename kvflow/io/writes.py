@@ -24,6 +24,7 @@ from kvflow.ids import AgentName, RequestId
 from kvflow.io.port import Port, PostState
 from kvflow.layout import GroupBlocks, Runs
 from kvflow.observe.observer import Carried
+from kvflow.observe.schema import READ, WRITE
 
 _OUTCOMES = {
     WriteDone: "done",
@@ -134,7 +135,7 @@ class Transfer:
     ) -> Carried:
         """What observers are told when it is over."""
         return Carried(
-            kind="read" if isinstance(self.order, PostRead) else "write",
+            kind=READ if isinstance(self.order, PostRead) else WRITE,
             key=key,
             attempt=attempt,
             request_id=request_id,

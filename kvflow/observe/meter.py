@@ -48,24 +48,24 @@ class Meter:
     def carried(self, carried: Carried) -> None:
         """A WRITE or READ has ended."""
         kind = (carried.kind,)
-        self.counts["kvflow_orders_total", (carried.kind, carried.outcome)] += 1
+        self._counted("kvflow_orders_total", carried.kind, carried.outcome)
         self.counts["kvflow_bytes_total", kind] += carried.bytes
         self.counts["kvflow_runs_total", kind] += carried.runs
         self.counts["kvflow_posts_total", kind] += carried.posts
         self._seen.append(("kvflow_order_seconds", kind, carried.at - carried.began))
         self._seen.append(("kvflow_plan_seconds", kind, carried.plan_s))
 
-    def ignored(self, kind: str) -> None:
-        """Something about nothing that is on record."""
-        self.counts["kvflow_messages_ignored_total", (kind,)] += 1
+    def ignored(self, kind: str) -> int:
+        """Something about nothing that is on record; returns how often of that kind."""
+        return self._counted("kvflow_messages_ignored_total", kind)
 
-    def refused(self, kind: str) -> None:
-        """A frame, or a peer."""
-        self.counts["kvflow_messages_refused_total", (kind,)] += 1
+    def refused(self, kind: str) -> int:
+        """A frame, or a peer; returns how often of that kind."""
+        return self._counted("kvflow_messages_refused_total", kind)
 
     def failed(self) -> None:
         """A bug of ours."""
-        self.counts["kvflow_internal_errors_total", ()] += 1
+        self._counted("kvflow_internal_errors_total")
 
     def polled(self, late_s: float) -> None:
         """A look for news, and by how much it came too late."""
@@ -73,6 +73,10 @@ class Meter:
         if late_s:
             self.delay_s += late_s
             self.delay_max_s = max(self.delay_max_s, late_s)
+
+    def _counted(self, name: str, *labels: str) -> int:
+        self.counts[name, labels] += 1
+        return self.counts[name, labels]
 
     # -- vLLM's thread -----------------------------------------------------------------------------
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 from kvflow.core import TABLES, Reason
 from kvflow.core.tally import FATES
+from kvflow.observe.schema import ORDERS
 
 SCHEDULER = "scheduler"
 NO_REASON = "none"
 """The reason of a transfer that ended as it should."""
 
-DIRECTIONS = ("write", "read")
 ORDER_OUTCOMES = ("done", "stopped", "failed")
 WHY_LOCAL = ("few_tokens", "load_failed", "preempted")
 
@@ -114,22 +114,22 @@ METRICS: tuple[Metric, ...] = (
            help="Peers by state."),
     # -- moving KV -------------------------------------------------------------------------------
     Metric(name="kvflow_orders_total", kind="counter", labels=("direction", "outcome"),
-           known=_pairs(DIRECTIONS, ORDER_OUTCOMES),
+           known=_pairs(ORDERS, ORDER_OUTCOMES),
            help="WRITEs and READs that ended; a streamed prompt takes several."),
     Metric(name="kvflow_order_seconds", kind="histogram", labels=("direction",),
-           buckets=_SECONDS, known=_pairs(DIRECTIONS),
+           buckets=_SECONDS, known=_pairs(ORDERS),
            help="Seconds from a WRITE's or READ's order to the end of its last handle."),
     Metric(name="kvflow_plan_seconds", kind="histogram", labels=("direction",),
-           buckets=_SHORT, known=_pairs(DIRECTIONS),
+           buckets=_SHORT, known=_pairs(ORDERS),
            help="Seconds of planning of a WRITE or READ."),
     Metric(name="kvflow_bytes_total", kind="counter", labels=("direction",),
-           known=_pairs(DIRECTIONS),
+           known=_pairs(ORDERS),
            help="Bytes of KV that this worker has written to peers, or read from them."),
     Metric(name="kvflow_runs_total", kind="counter", labels=("direction",),
-           known=_pairs(DIRECTIONS),
+           known=_pairs(ORDERS),
            help="Runs of adjacent bytes that those were posted as."),
     Metric(name="kvflow_posts_total", kind="counter", labels=("direction",),
-           known=_pairs(DIRECTIONS),
+           known=_pairs(ORDERS),
            help="Slices of WRITEs and READs that were posted."),
     # -- the loop --------------------------------------------------------------------------------
     Metric(name="kvflow_polls_total", kind="counter",

@@ -1,34 +1,4 @@
-"""The NDJSON trace: one line per transition, and a few more.
-
-Schema, version 2 (version 1 had the transitions only); optional keys are there when they are known:
-
-v        2
-t        Unix time in seconds
-engine   engine id
-rank     "pp0.tp0", or "scheduler" for what vLLM's scheduler sees
-machine  "producer", "consumer" or "peer": a transition.
-         "write" or "read": an order to move KV is over.
-         "request": of a request that kvflow has to do with, as vLLM's scheduler sees it.
-         "trace": the file has reached its limit, and ends here.
-id       transfer id (of a producer's: its part), or a peer's address or agent name
-attempt  number of the registration, 0 when there is none
-request  vLLM's request id
-trigger, from, to
-         the row that was taken. Of an order: what became of it, "posted", the same.
-         Of a request: "arrived", "scheduled" (the first step that computes any of it),
-         "first_token" (seen by the step after the one that made it) or "finished".
-reason   why a transfer ended without its KV, or how a request finished (optional)
-detail   what the far side or a library said (optional)
-peer     the other side (optional)
-bytes, runs
-         what was written by this producer, or read by this consumer (optional)
-posts    of an order: slices (optional)
-began    of an order: when it was taken, Unix time (optional)
-ms       milliseconds spent in each state, when the transfer is over; of an order: "plan" and
-         "post", which is inside the transfer library (optional)
-role     of a request: "producer" or "consumer" (optional)
-tokens   of a request that arrives: those of its prompt (optional)
-arrival  of a request that arrives: when vLLM's API server received it, Unix time (optional)
+"""Writes the NDJSON trace (`kvflow.observe.schema`): one line per transition, and a few more.
 
 A line is written at once, and whole, so that a file may have several writers.
 """
@@ -44,11 +14,8 @@ from kvflow.errors import ConfigurationError
 from kvflow.ids import Rank
 from kvflow.observe.log import get_logger
 from kvflow.observe.observer import Carried
+from kvflow.observe.schema import REQUEST, TRACE, VERSION
 
-VERSION = 2
-READABLE = (1, VERSION)
-ASIDE = frozenset({"write", "read", "request", "trace"})
-"""What is no machine's transition."""
 ENVIRONMENT = "KVFLOW_TRACE"
 ENVIRONMENT_MB_MAX = "KVFLOW_TRACE_MB_MAX"
 MB_MAX = 256.0
@@ -130,7 +97,7 @@ class TraceWriter:
         """A request, as vLLM's scheduler sees it, now."""
         line = self._line(
             time.monotonic(),
-            machine="request",
+            machine=REQUEST,
             key=transfer_id,
             attempt=0,
             request_id=request_id,
@@ -179,7 +146,7 @@ class TraceWriter:
                 return
             end = self._line(
                 time.monotonic(),
-                machine="trace",
+                machine=TRACE,
                 key="",
                 attempt=0,
                 request_id=None,

@@ -6,7 +6,6 @@ each time its count has grown tenfold.
 """
 
 import logging
-from collections import Counter
 
 from kvflow.core import REASONS, TABLES, Reason
 from kvflow.core.effects import Moved
@@ -26,8 +25,6 @@ class Watch:
     def __init__(
         self, trace: TraceWriter | None = None, meter: Meter | None = None, **fields: object
     ) -> None:
-        self.ignored_count: Counter[str] = Counter()
-        self.refused_count: Counter[str] = Counter()
         self._trace = trace
         self._meter = meter or Meter("")
         self._log = get_logger("transfers", **fields)
@@ -58,15 +55,12 @@ class Watch:
 
     def ignored(self, kind: str, key: str) -> None:
         """Something was ignored, by kind."""
-        self.ignored_count[kind] += 1
-        self._meter.ignored(kind)
-        self._log.debug(f"ignored {kind}", key=key, count=self.ignored_count[kind])
+        count = self._meter.ignored(kind)
+        self._log.debug(f"ignored {kind}", key=key, count=count)
 
     def refused(self, kind: str, detail: str) -> None:
         """A peer, or a message of one, was refused."""
-        self.refused_count[kind] += 1
-        self._meter.refused(kind)
-        count = self.refused_count[kind]
+        count = self._meter.refused(kind)
         if count in (1, 10, 100, 1000) or count % 10_000 == 0:
             self._log.warning(f"refused {kind}", detail=detail, count=count)
 

@@ -19,6 +19,7 @@ from kvflow.testing.replay import Report as Replayed
 from kvflow.testing.rows import describe, every_row
 from kvflow.testing.simulate import Report as Simulated
 from kvflow.testing.simulate import Violation
+from kvflow.tracing.lines import UnreadableTraceError
 
 LIVE_SHOWN_MAX = 20
 OK, BROKEN, UNREADABLE = 0, 1, 2
@@ -71,7 +72,7 @@ def replay(traces: Sequence[Path], *, as_json: bool) -> int:
     """Follow the traces; returns the exit code."""
     try:
         report = replaying.replay(traces)
-    except replaying.UnreadableTraceError as error:
+    except UnreadableTraceError as error:
         print(error, file=sys.stderr)
         return UNREADABLE
     if as_json:

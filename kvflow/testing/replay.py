@@ -1,4 +1,4 @@
-"""Runs traces of real engines (`kvflow.observe.trace`) through the tables.
+"""Runs traces of real engines (`kvflow.tracing.lines`) through the tables.
 
     report = replay([Path("prefill.ndjson"), Path("decode.ndjson")])
     assert report.first is None, report.first
@@ -19,67 +19,16 @@ Known limits: the trace has no line for a row that stays in its state, and guard
 two lines of different engines are never compared by time, since their clocks differ.
 """
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from kvflow.core import TABLES, Row, Table
-from kvflow.errors import KVFlowError
-from kvflow.ids import ATTEMPT_STRIDE
-from kvflow.observe.trace import ASIDE, READABLE
 from kvflow.testing.rows import Taken, every_row
+from kvflow.tracing.lines import Line, Traces, is_of, read_all
 
 _TABLES = {table.name: table for table in TABLES}
-_TEXTS = ("engine", "rank", "machine", "id", "trigger", "from", "to")
-
-
-class UnreadableTraceError(KVFlowError):
-    """A line that is not of the trace's schema: names file, line and what is wrong."""
-
-    def __init__(self, place: str, said: str) -> None:
-        super().__init__(f"{place}: {said}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One line of a trace. `place` is `file:number`."""
-
-    place: str
-    file: str
-    engine: str
-    rank: str
-    machine: str
-    id: str
-    attempt: int
-    request: str
-    trigger: str
-    source: str
-    dest: str
-    reason: str
-    peer: str
-
-    @property
-    def worker(self) -> tuple[str, str, str]:
-        """Where it was written: file, engine, rank."""
-        return self.file, self.engine, self.rank
-
-    @property
-    def load(self) -> int:
-        """Which load of its engine this attempt belongs to: a retry is one more attempt of it."""
-        return self.attempt // ATTEMPT_STRIDE
-
-    @property
-    def record(self) -> tuple[str, str, str, str, str]:
-        """Which record it is about."""
-        key = self.request if self.machine == "consumer" else self.id
-        return *self.worker, self.machine, key
-
-    def __str__(self) -> str:
-        who = f"{self.engine} {self.rank} {self.machine} {self.id}"
-        return f"{who} attempt {self.attempt}: {self.source} --{self.trigger}--> {self.dest}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,81 +77,23 @@ class Report:
 
 def replay(paths: Iterable[Path | str]) -> Report:
     """Follow all records of all traces. Raises `UnreadableTraceError`."""
-    files = list(dict.fromkeys(Path(path) for path in paths))
+    traces = read_all(map(Path, paths))
     report = Report()
-    lines = [line for file in files for line in read(file)]
-    _follow(lines, report)
-    _match(lines, report)
+    for file in traces.files:
+        _follow(file.lines, report)
+    _match(traces, report)
     return report
-
-
-# -- reading ---------------------------------------------------------------------------------------
-
-
-def read(path: Path) -> Iterator[Line]:
-    """The lines of one trace; a last one that is not finished is left out.
-
-    Raises `UnreadableTraceError`.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UnreadableTraceError(str(path), f"cannot be read: {error}") from error
-    finished, _, _ = text.rpartition("\n")
-    for number, each in enumerate(finished.split("\n"), 1):
-        line = _parse(path, f"{path}:{number}", each) if each.strip() else None
-        if line is not None:
-            yield line
-
-
-def _parse(path: Path, place: str, text: str) -> Line | None:
-    """One transition; None for a line about something else."""
-    try:
-        fields: Any = json.loads(text)
-    except ValueError as error:
-        raise UnreadableTraceError(place, f"not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise UnreadableTraceError(place, "not a JSON object")
-    if fields.get("v") not in READABLE:
-        known = " and ".join(map(str, READABLE))
-        said = f"schema version {fields.get('v')!r}; this kvflow reads versions {known}"
-        raise UnreadableTraceError(place, said)
-    if fields.get("machine") in ASIDE:
-        return None
-    for key in (*_TEXTS, "attempt", "request"):
-        if key not in fields:
-            raise UnreadableTraceError(place, f"the key {key!r} is missing")
-    for key in _TEXTS:
-        if not isinstance(fields[key], str):
-            raise UnreadableTraceError(place, f"{key} is {fields[key]!r}, not a text")
-    if not isinstance(fields["attempt"], int):
-        raise UnreadableTraceError(place, f"attempt is {fields['attempt']!r}, not a number")
-    if fields["machine"] not in _TABLES:
-        known = ", ".join(_TABLES)
-        raise UnreadableTraceError(place, f"machine {fields['machine']!r} is not one of {known}")
-    return Line(
-        place=place,
-        file=str(path),
-        engine=fields["engine"],
-        rank=fields["rank"],
-        machine=fields["machine"],
-        id=fields["id"],
-        attempt=fields["attempt"],
-        request=str(fields["request"] or ""),
-        trigger=fields["trigger"],
-        source=fields["from"],
-        dest=fields["to"],
-        reason=str(fields.get("reason") or ""),
-        peer=str(fields.get("peer") or ""),
-    )
 
 
 # -- each record by itself -------------------------------------------------------------------------
 
 
 def _follow(lines: Iterable[Line], report: Report) -> None:
-    latest: dict[tuple[str, str, str, str, str], Line] = {}
+    """The lines of one file."""
+    latest: dict[tuple[str, ...], Line] = {}
     for line in lines:
+        if line.machine not in _TABLES:
+            continue
         table = _TABLES[line.machine]
         before = latest.get(line.record)
         report.lines += 1
@@ -215,7 +106,7 @@ def _follow(lines: Iterable[Line], report: Report) -> None:
             said = f"no row leads from {line.source} to {line.dest} on {line.trigger}"
             report.broken.append(Broken(line=line, said=said, rows=_rows_from(table, line)))
         if line.dest in table.terminal and line.source not in table.terminal:
-            report.outcomes[line.machine, line.dest, line.reason] += 1
+            report.outcomes[line.machine, line.dest, line.reason or ""] += 1
         if line.dest == "forgotten":
             latest.pop(line.record, None)
         else:
@@ -277,12 +168,7 @@ Asked = tuple[str, str]
 """A producer engine, and the consumer worker (its agent name) that registered with it."""
 
 
-def _is_of(peer: str, engine: str, rank: str) -> bool:
-    """Whether this agent name is that worker's (`kvflow.connector.worker` makes the names)."""
-    return peer == engine or peer.startswith(f"{engine[:32]}/{rank}/")
-
-
-def _match(lines: list[Line], report: Report) -> None:
+def _match(lines: Traces, report: Report) -> None:
     """What consumers received against what producers sent."""
     asked: dict[tuple[str, int], set[Asked]] = {}
     ranks: dict[Asked, set[str]] = {}
@@ -307,7 +193,7 @@ def _match(lines: list[Line], report: Report) -> None:
         mine = [
             by
             for by in sorted(asked.get((line.id, line.load), ()))
-            if _is_of(by[1], line.engine, line.rank)
+            if is_of(by[1], line.engine, line.rank)
         ]
         missing = [
             (by, rank)

@@ -42,12 +42,8 @@ class Tape:
     def prefill(self, at_ms: float, trigger: str, source: str, dest: str, **more: Value) -> None:
         """A transition of the producer's record."""
         unclaimed = trigger.startswith("prefill_") and source in ("unknown", "allocated")
-        known: dict[str, Value] = (
-            {"attempt": 0}
-            if unclaimed
-            else {"attempt": self.attempt, "peer": f"C/{more.get('peer_rank', 'pp0.tp0')}/1"}
-        )
-        more.pop("peer_rank", None)
+        peer = f"C/{more.pop('peer_rank', 'pp0.tp0')}/1"
+        known: dict[str, Value] = {} if unclaimed else {"attempt": self.attempt, "peer": peer}
         self.line(at_ms, "producer", trigger, source, dest, **{"engine": "P", **known, **more})
 
     def load(self, at_ms: float, trigger: str, source: str, dest: str, **more: Value) -> None:
@@ -58,7 +54,7 @@ class Tape:
     def vllm(self, at_ms: float, role: str, trigger: str, **more: Value) -> None:
         """A line of vLLM's side. `arrived` arrives when it is written, unless told otherwise."""
         engine = str(more.pop("engine", None) or ("P" if role == "producer" else "C"))
-        known: dict[str, Value] = {"engine": engine, "rank": "scheduler", "attempt": 0}
+        known: dict[str, Value] = {"engine": engine, "rank": "scheduler"}
         if trigger == "arrived":
             known |= {"arrival": self._shown(at_ms, engine), "role": role}
         self.line(at_ms, "request", trigger, "", trigger, **{**known, **more})
@@ -97,6 +93,7 @@ class Tape:
                 "rank": "pp0.tp0",
                 "machine": machine,
                 "id": self.of,
+                "attempt": 0,
                 "request": request,
                 "trigger": trigger,
                 "from": source,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from kvflow.tracing.parts import Part
+
 if TYPE_CHECKING:
     from kvflow.tracing.figures import Analysis
     from kvflow.tracing.transfers import Transfer
@@ -30,21 +32,11 @@ _Files = Annotated[
 
 
 class SortOption(enum.StrEnum):
-    """By what `kvflow trace summary` sorts."""
+    """By what `kvflow trace summary` sorts: the time to first token, the start, or one part."""
 
     TTFT = "ttft"
     START = "start"
-    QUEUE = "queue"
-    PREFILL = "prefill"
-    REGISTRATION = "registration"
-    MATCH = "match"
-    PLANNING = "planning"
-    POSTING = "posting"
-    WIRE = "wire"
-    NOTICE = "notice"
-    GIVING_UP = "giving_up"
-    LOCAL = "local"
-    STEP = "step"
+    vars().update({part.name: part.value for part in Part})
 
 
 @trace_app.callback()
@@ -142,7 +134,6 @@ def _write(content: bytes, output: Path | None) -> None:
 
 def _shown(analysis: "Analysis", by: SortOption, limit: int) -> "list[Waterfall]":
     """The first ones of those that got what they were for, then of the others."""
-    from kvflow.tracing.parts import Part
     from kvflow.tracing.waterfall import COUNTED
 
     falls = list(analysis.waterfalls)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvflow.core import TABLES
+from kvflow.observe.schema import REQUEST
 from kvflow.tracing.clocks import Clocks, estimate
-from kvflow.tracing.lines import REQUEST, Line, Traces, read_all
+from kvflow.tracing.lines import Line, Traces, read_all
 from kvflow.tracing.parts import Part
 from kvflow.tracing.transfers import Transfer, gather, requests_of
 from kvflow.tracing.waterfall import COUNTED, TO_FIRST_TOKEN, Waterfall, waterfall

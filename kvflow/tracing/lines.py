@@ -1,12 +1,12 @@
-"""The lines that `KVFLOW_TRACE` writes, schema versions 1 and 2, as typed values.
+"""The lines that `KVFLOW_TRACE` writes (`kvflow.observe.schema`), as typed values.
 
     traces = read_all([Path("prefill.ndjson"), Path("decode.ndjson")])
 
-Rules: a key that is not known is passed over; a line that is no JSON object, lacks a key or is of
-another version is an `UnreadableTraceError` with file and line; a last line that is not finished
-is left out and told in `TraceFile.torn`.
+Rules: a key that is not known is passed over; a line that is no JSON object in UTF-8, lacks a
+key, or is of another version or of no machine is an `UnreadableTraceError` with file and line; a
+last line that is not finished is left out and told in `TraceFile.torn`.
 
-The schema is in specs/tracing.md. Known limit: all lines are kept in memory, about 1 KB each.
+Known limit: all lines are kept in memory, about 1 KB each.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,20 +16,15 @@ from typing import Annotated
 
 import msgspec
 
+from kvflow.core import TABLES
 from kvflow.errors import KVFlowError
-from kvflow.ids import PartId, TransferId, transfer_of
+from kvflow.ids import ATTEMPT_STRIDE, PartId, TransferId, transfer_of
+from kvflow.observe.schema import ORDERS, READABLE, REQUEST, TRACE
 
-VERSIONS = (1, 2)
-REQUEST = "request"
-"""Machine of the lines that tell of vLLM's side."""
-WRITE = "write"
-READ = "read"
-ORDERS = (WRITE, READ)
-"""Machines of the lines that tell of one WRITE or READ order."""
-TRACE = "trace"
-"""Machine of the lines that tell of the trace itself."""
-_MACHINES_WITH_STATES = ("producer", "consumer", "peer")
+_WITH_STATES = tuple(table.name for table in TABLES)
+_MACHINES = (*_WITH_STATES, *ORDERS, REQUEST, TRACE)
 
+Version = Annotated[int, msgspec.Meta(ge=READABLE[0], le=READABLE[-1])]
 Seconds = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
 Milliseconds = Annotated[float, msgspec.Meta(ge=-1e14, le=1e14)]
 
@@ -42,19 +37,23 @@ class UnreadableTraceError(KVFlowError):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a trace. The keys are those of the schema, but for `from` and `to`."""
+    """One line of a trace. The keys are those of the schema, but for `v`, `from` and `to`.
 
-    version: int = msgspec.field(name="v")
+    place  `file:number`: the reader sets it, and no key of a file has that name.
+    """
+
+    place: str = msgspec.field(name="file:number", default="")
+    version: Version = msgspec.field(name="v")
     t: Seconds
     engine: str
-    rank: str = ""
+    rank: str
     machine: str
-    id: str = ""
-    attempt: int = 0
-    request: str | None = None
+    id: str
+    attempt: int
+    request: str | None
     trigger: str
-    source: str = msgspec.field(name="from", default="")
-    dest: str = msgspec.field(name="to", default="")
+    source: str = msgspec.field(name="from")
+    dest: str = msgspec.field(name="to")
     reason: str | None = None
     detail: str | None = None
     peer: str | None = None
@@ -73,10 +72,19 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
         return transfer_of(PartId(TransferId(self.id)))
 
     @property
+    def load(self) -> int:
+        """Which load of its engine this attempt belongs to: a retry is one more attempt of it."""
+        return self.attempt // ATTEMPT_STRIDE
+
+    @property
     def record(self) -> tuple[str, str, str, str]:
         """Which record it is about, within one file: engine, rank, machine, key."""
         key = (self.request or "") if self.machine in ("consumer", REQUEST) else self.id
         return self.engine, self.rank, self.machine, key
+
+    def __str__(self) -> str:
+        who = f"{self.engine} {self.rank} {self.machine} {self.id}"
+        return f"{who} attempt {self.attempt}: {self.source} --{self.trigger}--> {self.dest}"
 
 
 class _Versioned(msgspec.Struct):
@@ -145,13 +153,15 @@ def _read(path: Path) -> TraceFile:
                 text = raw.strip()
                 if not text:
                     continue
+                place = f"{path}:{number}"
                 try:
-                    line = _parse(text)
+                    line = _parse(text.decode())
                 except ValueError as error:
                     if not raw.endswith(b"\n"):
                         torn = True
                         break
-                    raise UnreadableTraceError(f"{path}:{number}", str(error)) from error
+                    raise UnreadableTraceError(place, str(error)) from error
+                msgspec.structs.force_setattr(line, "place", place)
                 if line.machine == TRACE:
                     truncated = truncated or line.trigger == "truncated"
                 else:
@@ -161,20 +171,20 @@ def _read(path: Path) -> TraceFile:
     return TraceFile(path=path, lines=tuple(lines), torn=torn, truncated=truncated)
 
 
-def _parse(text: bytes) -> Line:
+def _parse(text: str) -> Line:
     """Raises `ValueError` that says what is wrong."""
     try:
         line = _LINE.decode(text)
     except ValueError as error:
         raise ValueError(_fault(text, error)) from error
-    if line.version not in VERSIONS:
-        raise ValueError(_of_another_version(line.version))
-    if line.machine in _MACHINES_WITH_STATES and not (line.source and line.dest):
+    if line.machine not in _MACHINES:
+        raise ValueError(f"machine {line.machine!r} is not one of {', '.join(_MACHINES)}")
+    if line.machine in _WITH_STATES and not (line.source and line.dest):
         raise ValueError(f"a line of the machine {line.machine} lacks from or to")
     return line
 
 
-def _fault(text: bytes, error: ValueError) -> str:
+def _fault(text: str, error: ValueError) -> str:
     """A line of another version need not have this version's keys: that is said first."""
     try:
         version = _VERSIONED.decode(text).v
@@ -184,10 +194,7 @@ def _fault(text: bytes, error: ValueError) -> str:
         return f"not JSON: {error}"
     if version is None:
         return "the key 'v' is missing: not a line of a trace"
-    known = type(version) is int and version in VERSIONS
-    return str(error) if known else _of_another_version(version)
-
-
-def _of_another_version(version: object) -> str:
-    known = " and ".join(map(str, VERSIONS))
+    if type(version) is int and version in READABLE:
+        return str(error)
+    known = " and ".join(map(str, READABLE))
     return f"schema version {version!r}; this kvflow reads versions {known}"

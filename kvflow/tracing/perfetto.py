@@ -17,8 +17,9 @@ from itertools import pairwise
 
 import msgspec
 
+from kvflow.observe.schema import ORDERS, REQUEST
 from kvflow.tracing.figures import Analysis
-from kvflow.tracing.lines import ORDERS, REQUEST, is_of
+from kvflow.tracing.lines import is_of
 from kvflow.tracing.transfers import MOVED, Event, Transfer
 
 Value = str | int | float | bool | None

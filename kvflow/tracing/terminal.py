@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvflow.observe.schema import ORDERS
 from kvflow.tracing.figures import (
     Analysis,
     Spread,
@@ -20,7 +21,7 @@ from kvflow.tracing.figures import (
     unfinished,
     where_time_went,
 )
-from kvflow.tracing.lines import ORDERS, Line, micros
+from kvflow.tracing.lines import Line, micros
 from kvflow.tracing.parts import LOOKS, Part
 from kvflow.tracing.transfers import Event, Transfer
 from kvflow.tracing.waterfall import COUNTED, TO_FIRST_TOKEN, Outcome, Waterfall

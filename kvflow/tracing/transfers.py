@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from kvflow.observe.schema import ORDERS, REQUEST
 from kvflow.tracing.clocks import Clocks
-from kvflow.tracing.lines import ORDERS, REQUEST, Line, is_of
+from kvflow.tracing.lines import Line, is_of
 
 MOVED = frozenset({"sent", "kept"})
 """States of a producer's record whose part is with the consumer."""

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvflow.ids import ATTEMPT_STRIDE
-from kvflow.tracing.lines import READ, WRITE, is_of
+from kvflow.observe.schema import READ, WRITE
+from kvflow.tracing.lines import is_of
 from kvflow.tracing.parts import Part
 from kvflow.tracing.path import Path
 from kvflow.tracing.transfers import MOVED, Event, Request
@@ -51,7 +52,7 @@ class Record:
     def attempt_of_load(self, attempt: int) -> int | None:
         """The latest attempt, up to this one, of the same load of the consumer's."""
         load = attempt // ATTEMPT_STRIDE
-        mine = {e.line.attempt for e in self.events if e.line.attempt // ATTEMPT_STRIDE == load}
+        mine = {e.line.attempt for e in self.events if e.line.load == load}
         return max((own for own in mine if own <= attempt), default=None)
 
     def recorded(self, attempt: int) -> int | None:

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 from kvflow.cli import app
 from kvflow.core import TABLES
 from kvflow.diagrams.graph import edges_of
-from kvflow.diagrams.heat import NoTraceError, heat_of
+from kvflow.diagrams.heat import heat_of
 from kvflow.diagrams.svg import as_svg, duration
+from kvflow.tracing.lines import UnreadableTraceError
 
 SVG = "{http://www.w3.org/2000/svg}"
 LINE = {
@@ -126,7 +127,7 @@ def test_a_consumer_s_record_is_a_request(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("machine", ["request", "write", "read", "trace"])
 def test_lines_that_tell_of_no_table_are_skipped(tmp_path: Path, machine: str) -> None:
-    told = {"v": 2, "machine": machine, "from": None, "to": None, "id": 3}
+    told = {"v": 2, "machine": machine, "from": ""}
     heat = heat_of([written(tmp_path / "trace.ndjson", {"v": 2}, told)])
     assert sum(sum(each.taken.values()) for each in heat.values()) == 1
 
@@ -150,12 +151,8 @@ def test_a_last_line_that_is_not_finished_is_left_out(tmp_path: Path) -> None:
         ({"to": "unknown"}, "no row of the producer leads from unknown to unknown"),
         ({"trigger": "closing"}, "leads from unknown to allocated on closing"),
         ({"machine": "router"}, "machine 'router' is not one of producer, consumer, peer"),
-        ({"machine": 3}, "'machine' is 3, not a text"),
-        ({"machine": ["trace"]}, "'machine' is ['trace'], not a text"),
-        ({"v": 3}, "has version 3 of the trace's schema; versions 1 and 2 are known"),
-        ({"from": None}, "'from' is None, not a text"),
-        ({"t": "noon"}, "'t' is 'noon', not a time"),
-        ({"t": float("nan")}, "'t' is nan, not a time"),
+        ({"v": 3}, "schema version 3; this kvflow reads versions 1 and 2"),
+        ({"t": "noon"}, "Expected `float`, got `str` - at `$.t`"),
     ],
 )
 def test_a_line_that_cannot_be_is_named(
@@ -167,7 +164,7 @@ def test_a_line_that_cannot_be_is_named(
     assert f"{trace}:2" in error
     assert said in error
     assert error.count("\n") == 1
-    with pytest.raises(NoTraceError):
+    with pytest.raises(UnreadableTraceError):
         heat_of([trace])
 
 
@@ -175,10 +172,8 @@ def test_a_line_that_cannot_be_is_named(
     ("content", "said"),
     [
         (None, "cannot be read: No such file or directory"),
-        (b"\x89PNG\xff\n", "cannot be read: it is not UTF-8 text"),
-        (b"# The state machines\n", ":1 is no line of a trace: not JSON"),
-        (b"[1, 2]\n", ":1 is no line of a trace: not an object with a machine"),
-        (b'{"version": 1}\n', ":1 is no line of a trace: not an object with a machine"),
+        (b"\x89PNG\xff\n", ":1: 'utf-8' codec can't decode"),
+        (b"# The state machines\n", ":1: not JSON: "),
     ],
 )
 def test_a_file_that_is_no_trace_is_refused_with_a_sentence(

@@ -1,4 +1,4 @@
-"""The trace's lines against the schema in `kvflow.observe.trace`."""
+"""The trace's lines against `kvflow.observe.schema`."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from kvflow.core import TABLES, Reason
 from kvflow.core.effects import Moved
 from kvflow.errors import ConfigurationError
 from kvflow.ids import AgentName, Rank, RequestId
-from kvflow.observe import trace
+from kvflow.observe import schema
 from kvflow.observe.observer import Carried
 from kvflow.observe.trace import (
     ENVIRONMENT,
@@ -56,9 +56,11 @@ ALWAYS |= {"from", "to"}
 
 def documented() -> dict[str, bool]:
     """Every key in the docstring, and whether it is optional."""
-    assert trace.__doc__ is not None
+    assert schema.__doc__ is not None
     entries = re.findall(
-        r"^([a-z][\w, ]*?)(?: {2,}|\n {2,})(.*?)(?=^\S|\Z)", trace.__doc__, re.MULTILINE | re.DOTALL
+        r"^([a-z][\w, ]*?)(?: {2,}|\n {2,})(.*?)(?=^\S|\Z)",
+        schema.__doc__,
+        re.MULTILINE | re.DOTALL,
     )
     return {
         key: "(optional)" in meaning
@@ -262,6 +264,6 @@ def test_a_path_that_cannot_be_written_is_an_error_at_start(tmp_path: Path) -> N
 
 
 def test_the_machines_named_in_the_schema_are_those_that_there_are() -> None:
-    assert trace.__doc__ is not None
+    assert schema.__doc__ is not None
     for table in TABLES:
-        assert f'"{table.name}"' in trace.__doc__
+        assert f'"{table.name}"' in schema.__doc__

@@ -8,6 +8,7 @@ import pytest
 from kvflow.core import REASONS, TABLES, Reason, Table
 from kvflow.core.effects import Moved
 from kvflow.ids import Rank, RequestId
+from kvflow.observe.meter import Meter
 from kvflow.observe.trace import TraceWriter
 from kvflow.observe.watch import Watch
 
@@ -82,21 +83,23 @@ def test_a_lost_peer_is_warned_of(kvflow_log: pytest.LogCaptureFixture) -> None:
 def test_what_is_ignored_is_counted_by_kind_and_warned_of_never(
     kvflow_log: pytest.LogCaptureFixture,
 ) -> None:
-    watch = Watch()
+    watch = Watch(meter=(meter := Meter("")))
     for kind in ("late", "late", "stranger"):
         watch.ignored(kind, "t")
-    assert watch.ignored_count == {"late": 2, "stranger": 1}
+    ignored = "kvflow_messages_ignored_total"
+    assert meter.counts == {(ignored, ("late",)): 2, (ignored, ("stranger",)): 1}
     assert {record.levelno for record in kvflow_log.records} == {logging.DEBUG}
 
 
 def test_what_is_refused_is_counted_and_warned_of_ever_more_rarely(
     kvflow_log: pytest.LogCaptureFixture,
 ) -> None:
-    watch = Watch()
+    watch = Watch(meter=(meter := Meter("")))
     for _ in range(20_000):
         watch.refused("frame", "noise")
     watch.refused("peer", "other dtype")
-    assert watch.refused_count == {"frame": 20_000, "peer": 1}
+    refused = "kvflow_messages_refused_total"
+    assert meter.counts == {(refused, ("frame",)): 20_000, (refused, ("peer",)): 1}
     counts = [line.rpartition("count=")[2] for line in messages(kvflow_log, logging.WARNING)]
     assert counts == ["1", "10", "100", "1000", "10000", "20000", "1"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvflow.tracing.lines import Line, UnreadableTraceError, read_all
+from kvflow.tracing.lines import UnreadableTraceError, read_all
 
 GOOD: dict[str, object] = {
     "v": 1,
@@ -31,7 +31,8 @@ def written(directory: Path, *lines: str, end: str = "\n") -> Path:
 
 def line(**changes: object) -> str:
     """A change to None leaves the key out."""
-    return json.dumps({k: v for k, v in {**GOOD, **changes}.items() if v is not None})
+    kept = {k: v for k, v in GOOD.items() if k not in changes}
+    return json.dumps(kept | {k: v for k, v in changes.items() if v is not None})
 
 
 def refusal(path: Path) -> str:
@@ -99,12 +100,18 @@ def test_a_broken_line_before_the_last_one_is_an_error_with_file_and_line(tmp_pa
         (line(v=True), "schema version True"),
         (line(t=None), "`t`"),
         (line(t="now"), "$.t"),
+        (line(t=float("nan")), "not JSON: "),
         (line(t=1e300), "$.t"),
         (line(began=-1e300), "$.began"),
         (line(engine=7), "$.engine"),
         (line(machine=None), "`machine`"),
-        (line(to=None), "lacks from or to"),
+        (line(machine=["trace"]), "$.machine"),
+        (line(rank=None), "`rank`"),
+        (line(attempt="one"), "$.attempt"),
+        (line(request=None), "`request`"),
+        (line(to=None), "`to`"),
         (line(**{"from": ""}), "lacks from or to"),
+        (line(machine="router"), "machine 'router' is not one of producer, consumer, peer, "),
         (line(ms={"plan": "long"}), "$.ms"),
         (line(ms={"plan": 1e300}), "$.ms"),
         ('{"v": 1, "t": 1e999}', "out of range"),
@@ -116,6 +123,14 @@ def test_a_line_of_another_kind_is_named(tmp_path: Path, text: str, said: str) -
     refused = refusal(path)
     assert refused.startswith(f"{path}:2: ")
     assert said in refused
+
+
+def test_what_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path, line())
+    path.write_bytes(
+        path.read_bytes() + line(colour="red").encode().replace(b"red", b"\xff") + b"\n"
+    )
+    assert refusal(path).startswith(f"{path}:2: 'utf-8' codec can't decode byte 0xff")
 
 
 def test_half_of_a_surrogate_pair_in_a_text_is_refused(tmp_path: Path) -> None:
@@ -130,7 +145,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_a_size_bound_stopped_says_so_and_has_no_line_more(tmp_path: Path) -> None:
-    last = json.dumps({"v": 2, "t": 2.0, "engine": "C", "machine": "trace", "trigger": "truncated"})
+    last = line(v=2, machine="trace", trigger="truncated")
     traces = read_all([written(tmp_path, line(), last)])
     assert len(list(traces)) == 1
     assert traces.files[0].truncated
@@ -138,11 +153,12 @@ def test_a_trace_that_a_size_bound_stopped_says_so_and_has_no_line_more(tmp_path
 
 
 def test_what_a_line_is_about_is_its_transfer_not_the_part_of_one(tmp_path: Path) -> None:
-    [read] = read_all([written(tmp_path, line(machine="producer", id="abc 2"))])
+    lines = (line(machine="producer", id="abc 2"), "", line())
+    read, consumer = read_all([path := written(tmp_path, *lines)])
     assert read.transfer == "abc"
     assert read.record == ("C", "pp0.tp0", "producer", "abc 2")
-    consumer = Line(version=1, t=1.0, engine="C", machine="consumer", id="t", trigger="x")
-    assert consumer.record == ("C", "", "consumer", "")
+    assert consumer.record == ("C", "pp0.tp0", "consumer", "")
+    assert (read.place, consumer.place) == (f"{path}:1", f"{path}:3")
 
 
 def test_a_hundred_thousand_lines_take_a_few_seconds(tmp_path: Path) -> None:
