@@ -7,6 +7,7 @@ attempt       counts the registrations of one consumer engine (not of one transf
               registrations of the same transfer id by one engine never share a number.
 incarnation   a fresh random id per process start; a restarted engine is another peer.
 rank          the worker's place in its engine: pipeline stage and tensor-parallel rank.
+prompt digest what two engines compare a prompt by: equal if they compute the same KV for it.
 part          what one producer rank owes one consumer rank of a transfer; most have only one.
 """
 
@@ -20,6 +21,9 @@ PartId = NewType("PartId", TransferId)
 """How one worker names a part: see `part_id`."""
 AgentName = NewType("AgentName", str)
 Incarnation = NewType("Incarnation", str)
+PromptDigest = NewType("PromptDigest", bytes)
+NO_DIGEST = PromptDigest(b"")
+"""Of a prompt that has none: equal to any other that has none."""
 
 TRANSFER_ID_CHARS_MAX = 256
 _TRANSFER_ID = re.compile(rf"[!-~]{{1,{TRANSFER_ID_CHARS_MAX}}}")

@@ -48,6 +48,8 @@ class _Request:
     status: Any
     num_prompt_tokens: int = BLOCKS * BLOCK_TOKENS
     num_computed_tokens: int = BLOCKS * BLOCK_TOKENS
+    prompt_token_ids: tuple[int, ...] = tuple(range(BLOCKS * BLOCK_TOKENS))
+    lora_request: None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvflow.connector.groups import Group, has_state
-from kvflow.core.events import PrefillAdvanced
-from kvflow.ids import RequestId, TransferId
+from kvflow.core.events import PrefillAdvanced, PrefillStarted
+from kvflow.ids import RequestId
 from kvflow.settings import Settings
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class _Prompt:
     told    so many tokens have been said to be complete.
     """
 
-    transfer_id: TransferId
+    prefill: PrefillStarted
     tokens: int
     blocks: list[list[int]] = field(default_factory=list)
     told: int = 0
@@ -51,10 +51,10 @@ class Progress:
         self._least = -(-settings.stream_bytes_min // token_bytes) if token_bytes else 1
         self._prompts: dict[RequestId, _Prompt] = {}
 
-    def begin(self, request_id: RequestId, transfer_id: TransferId, tokens: int) -> None:
+    def begin(self, prefill: PrefillStarted, tokens: int) -> None:
         """vLLM has taken a prompt of so many tokens. Once more is a no-op."""
-        if self._streams and request_id not in self._prompts:
-            self._prompts[request_id] = _Prompt(transfer_id=transfer_id, tokens=tokens)
+        if self._streams and prefill.request_id not in self._prompts:
+            self._prompts[prefill.request_id] = _Prompt(prefill=prefill, tokens=tokens)
 
     def end(self, request_id: RequestId) -> bool:
         """The request is over; whether something of it was said to be complete."""
@@ -108,8 +108,9 @@ class Progress:
             return
         prompt.told = tokens
         yield PrefillAdvanced(
-            transfer_id=prompt.transfer_id,
-            request_id=RequestId(id_),
+            transfer_id=prompt.prefill.transfer_id,
+            request_id=prompt.prefill.request_id,
+            prompt=prompt.prefill.prompt,
             blocks=tuple(
                 tuple(group.to_offer(prompt.blocks[group.index])) for group in self._groups
             ),

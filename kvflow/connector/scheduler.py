@@ -18,6 +18,7 @@ from kvflow.connector import params as p
 from kvflow.connector.groups import Group, has_state, leave_last_token, tokens_to_share
 from kvflow.connector.metadata import NewHellos, StepEvents, WorkerHello
 from kvflow.connector.progress import Progress
+from kvflow.connector.prompt import digest_of
 from kvflow.connector.reception import Reception
 from kvflow.core.events import (
     BlocksAllocated,
@@ -88,7 +89,7 @@ class SchedulerHalf:
         self._gives = config.kv_transfer_config.is_kv_producer
         self._attempts = itertools.count(ATTEMPT_STRIDE, ATTEMPT_STRIDE)
         self._events: list[Event] = []
-        self._prefills: dict[RequestId, TransferId] = {}
+        self._prefills: dict[RequestId, PrefillStarted] = {}
         self._progress = Progress(groups, settings)
         self._withdrawn: list[PrefillPreempted | PrefillAborted] = []
         self._loads: set[RequestId] = set()
@@ -197,6 +198,7 @@ class SchedulerHalf:
             again=again,
             reads=self._mode == "pull" or offer is not None,
             offer=offer,
+            prompt=digest_of(request, tokens),
         )
 
     def _offer(self, request: "Request") -> Offer | None:
@@ -253,17 +255,22 @@ class SchedulerHalf:
         except ConfigurationError as error:
             self._log.warning("prefill without transfer", request=request_id, error=error)
             return
-        self._prefills[request_id] = transfer_id
-        self._progress.begin(request_id, transfer_id, request.num_prompt_tokens)
-        self._events.append(PrefillStarted(transfer_id=transfer_id, request_id=request_id))
+        before = self._prefills.get(request_id)
+        tokens = request.num_prompt_tokens
+        prompt = before.prompt if before is not None else digest_of(request, tokens)
+        started = PrefillStarted(transfer_id=transfer_id, request_id=request_id, prompt=prompt)
+        self._prefills[request_id] = started
+        self._progress.begin(started, tokens)
+        self._events.append(started)
 
     def _prefill_ended(
         self, request: "Request", blocks: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         request_id = RequestId(request.request_id)
-        transfer_id = self._prefills.pop(request_id, None)
-        if transfer_id is None:
+        prefill = self._prefills.pop(request_id, None)
+        if prefill is None:
             return False, None
+        transfer_id = prefill.transfer_id
         may_be_read = self._progress.end(request_id)
         if request.status not in _FINISHED or not any(blocks):
             aborted = PrefillAborted(transfer_id=transfer_id, request_id=request_id)
@@ -276,6 +283,7 @@ class SchedulerHalf:
                 blocks=tuple(tuple(group.to_offer(blocks[group.index])) for group in self._groups),
                 tokens=request.num_computed_tokens,
                 is_exact=has_state(self._groups),
+                prompt=prefill.prompt,
             )
         )
         return True, self._answer(request, transfer_id, blocks)
@@ -347,10 +355,10 @@ class SchedulerHalf:
             yield PrefillsStalled() if stalled else PrefillsResumed()
 
     def _preempted(self, request_id: RequestId) -> None:
-        transfer_id = self._prefills.get(request_id)
-        if transfer_id is not None:
+        prefill = self._prefills.get(request_id)
+        if prefill is not None:
             self._progress.preempted(request_id)
-            gone = PrefillPreempted(transfer_id=transfer_id, request_id=request_id)
+            gone = PrefillPreempted(transfer_id=prefill.transfer_id, request_id=request_id)
             self._withdrawn.append(gone)
         if self._asked.get(request_id) is not Asked.LANDED:
             return

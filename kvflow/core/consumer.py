@@ -18,7 +18,15 @@ from dataclasses import dataclass, field
 from kvflow.core.notices import Blocks, Offer
 from kvflow.core.reasons import Reason, Standing
 from kvflow.core.turn import PeerMet, Record, Turn
-from kvflow.ids import Address, AgentName, Rank, RequestId, TransferId
+from kvflow.ids import (
+    NO_DIGEST,
+    Address,
+    AgentName,
+    PromptDigest,
+    Rank,
+    RequestId,
+    TransferId,
+)
 
 NAME = "consumer"
 RESEND = "resend"
@@ -62,6 +70,7 @@ class FromRank:
     standing: Standing | None = None
     reason: Reason | None = None
     prefill: str = ""
+    prompt: PromptDigest = NO_DIGEST
     kept_s: float = 0.0
     is_dead: bool = False
     offer: Offer | None = None
@@ -118,6 +127,7 @@ class ConsumerRecord(Record):
     blocks: Blocks = ()
     starts: tuple[int, ...] = ()
     tokens: int = 0
+    prompt: PromptDigest = NO_DIGEST
     born: float = 0.0
     retries: int = 0
     fence_s: float = 0.0
@@ -237,13 +247,20 @@ def completes_not(record: C, event: FromRank, turn: Turn) -> bool:
 
 
 def completes(record: C, event: FromRank, turn: Turn) -> bool:
-    """Every other expected rank is done, and all of them wrote the same prefill's KV."""
+    """Every other expected rank is done, all with the same prefill's KV, and that of our prompt."""
     same = set(record.prefills.values()) <= {event.prefill}
-    return not completes_not(record, event, turn) and same
+    return not completes_not(record, event, turn) and same and is_of_our_prompt(record, event)
 
 
-def completes_mixed(record: C, event: FromRank, turn: Turn) -> bool:
-    """Every other expected rank is done, but not with the same prefill's KV."""
+def is_of_our_prompt(record: C, event: FromRank) -> bool:
+    """Whether the KV that has come is the one that is wanted. The transfer id should say so, but
+    two requests may have come to use one.
+    """
+    return event.prompt == record.prompt
+
+
+def completes_wrongly(record: C, event: FromRank, turn: Turn) -> bool:
+    """Every other expected rank is done, but not with one prefill's KV, or not our prompt's."""
     return not completes_not(record, event, turn) and not completes(record, event, turn)
 
 

@@ -1,6 +1,14 @@
 """What the consumer's rows do. The machine is described in `kvflow.core.consumer`."""
 
-from kvflow.core.consumer import NAME, RESEND, ConsumerRecord, FromRank, Outcome, Reads
+from kvflow.core.consumer import (
+    NAME,
+    RESEND,
+    ConsumerRecord,
+    FromRank,
+    Outcome,
+    Reads,
+    is_of_our_prompt,
+)
 from kvflow.core.effects import ReportReceived
 from kvflow.core.events import BlocksAllocated, LoadRefused, ReleaseWanted
 from kvflow.core.notices import Cancel, Offer, Register
@@ -144,6 +152,7 @@ def reserve(record: C, event: BlocksAllocated, turn: Turn) -> None:
     record.blocks = event.blocks
     record.starts = event.starts
     record.tokens = event.tokens
+    record.prompt = event.prompt
     record.keep = event.keep
     record.reads = Reads(offer=_usable(event)) if event.reads else None
     _want(record, event, turn)
@@ -311,7 +320,9 @@ def receive(record: C, event: FromRank, turn: Turn) -> None:
     end(record, turn, None)
 
 
-def fail_mixed(record: C, event: FromRank, turn: Turn) -> None:
+def fail_wrong(record: C, event: FromRank, turn: Turn) -> None:
+    is_ours = is_of_our_prompt(record, event)
+    record.detail = "the KV is of two prefills" if is_ours else "the KV is another prompt's"
     note_done(record, event, turn)
     end(record, turn, Reason.AMBIGUOUS)
 

@@ -88,8 +88,8 @@ def confirms_the_last(record: C, event: FromRank, turn: Turn) -> bool:
     return confirms(record, event) and completes(record, event, turn)
 
 
-def confirms_a_mixture(record: C, event: FromRank, turn: Turn) -> bool:
-    """The ranks have held the KV of different prefills."""
+def confirms_what_is_wrong(record: C, event: FromRank, turn: Turn) -> bool:
+    """The ranks have held the KV of different prefills, or of another prompt."""
     if confirms_nothing(record, event, turn) or completes_not(record, event, turn):
         return False
     return not completes(record, event, turn)

@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 
 from kvflow.core.notices import Blocks, Notice, Offer
 from kvflow.core.reasons import Reason
-from kvflow.ids import Address, AgentName, Incarnation, PartId, Rank, RequestId, TransferId
+from kvflow.ids import (
+    NO_DIGEST,
+    Address,
+    AgentName,
+    Incarnation,
+    PartId,
+    PromptDigest,
+    Rank,
+    RequestId,
+    TransferId,
+)
 
 # -- vLLM, producer side -------------------------------------------------------------------------
 
@@ -19,6 +29,7 @@ class PrefillStarted:
 
     transfer_id: TransferId
     request_id: RequestId
+    prompt: PromptDigest = NO_DIGEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +54,7 @@ class PrefillAdvanced:
     request_id: RequestId
     blocks: Blocks
     tokens: int
+    prompt: PromptDigest = NO_DIGEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +72,7 @@ class PrefillFinished:
     blocks: Blocks
     tokens: int
     is_exact: bool = False
+    prompt: PromptDigest = NO_DIGEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +114,7 @@ class BlocksAllocated:
     again      it was preempted after its KV had landed: only a producer that keeps its blocks is
                asked, and a load of which there is none fails at once.
     reads      the KV is read from here, rather than written by the producer.
+    prompt     only this prompt's KV counts, whatever was computed under the transfer id.
     offer      what the router says of a prefill that has finished, to be read without waiting for
                the producer's word; None if it says nothing of the kind.
     """
@@ -117,6 +131,7 @@ class BlocksAllocated:
     again: bool = False
     reads: bool = False
     offer: Offer | None = None
+    prompt: PromptDigest = NO_DIGEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,12 @@ class Inbox:
                 word = said(record, sender, offer=offer)
                 self._said(notice.transfer_id, notice.attempt, "readable", word, turn)
             case Done():
-                word = said(record, sender, prefill=notice.prefill, kept_s=notice.kept_s)
+                word = FromRank(
+                    rank=_rank(record, sender),
+                    prefill=notice.prefill,
+                    prompt=notice.prompt,
+                    kept_s=notice.kept_s,
+                )
                 self._said(notice.transfer_id, notice.attempt, "done", word, turn)
             case Failed():
                 word = said(record, sender, reason=notice.reason)
@@ -172,16 +177,12 @@ def said(
     agent: AgentName,
     *,
     reason: Reason | None = None,
-    prefill: str = "",
-    kept_s: float = 0.0,
     is_dead: bool = False,
     offer: Offer | None = None,
 ) -> FromRank:
     return FromRank(
         rank=_rank(record, agent),
         reason=reason,
-        prefill=prefill,
-        kept_s=kept_s,
         is_dead=is_dead,
         offer=offer,
     )

@@ -7,7 +7,7 @@ The wire has a twin of each (`kvflow.wire.messages`), with limits. Every notice 
 from dataclasses import dataclass
 
 from kvflow.core.reasons import Reason, Standing
-from kvflow.ids import TransferId
+from kvflow.ids import NO_DIGEST, PromptDigest, TransferId
 
 Blocks = tuple[tuple[int, ...], ...]
 """Block ids per cache group, in token order."""
@@ -105,6 +105,7 @@ class Done:
 
     prefill  which prefill's KV it was: the same text from each rank of one engine, unless it is the
              KV of two prefills that used one transfer id.
+    prompt   whose KV that is: it counts only for a consumer that wants this prompt's.
     kept_s   the producer keeps its blocks for so long from now, in seconds, and would give them
              once more.
     """
@@ -112,6 +113,7 @@ class Done:
     transfer_id: TransferId
     attempt: int
     prefill: str = ""
+    prompt: PromptDigest = NO_DIGEST
     kept_s: float = 0.0
 
 

@@ -71,12 +71,17 @@ def _so_far(first: ProducerRecord | None) -> Iterator[classify.PrefillEvent]:
             blocks=first.blocks,
             tokens=first.tokens,
             is_exact=first.is_exact,
+            prompt=first.prompt,
         )
         return
-    yield PrefillStarted(transfer_id=of, request_id=request)
+    yield PrefillStarted(transfer_id=of, request_id=request, prompt=first.prompt)
     if first.state in COMPUTING and first.tokens:
         yield PrefillAdvanced(
-            transfer_id=of, request_id=request, blocks=first.blocks, tokens=first.tokens
+            transfer_id=of,
+            request_id=request,
+            blocks=first.blocks,
+            tokens=first.tokens,
+            prompt=first.prompt,
         )
     if first.state == "preempted":
         yield PrefillPreempted(transfer_id=of, request_id=request)

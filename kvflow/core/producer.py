@@ -28,7 +28,7 @@ from kvflow.core.events import PrefillAdvanced, PrefillFinished, WriteDone, Writ
 from kvflow.core.notices import Blocks, Cancel, Fetched, Register
 from kvflow.core.reasons import Reason
 from kvflow.core.turn import Record, Turn
-from kvflow.ids import AgentName, PartId, RequestId, TransferId
+from kvflow.ids import NO_DIGEST, AgentName, PartId, PromptDigest, RequestId, TransferId
 
 NAME = "producer"
 
@@ -114,6 +114,7 @@ class ProducerRecord(Record):
     transfer_id: TransferId
     part: PartId
     request_id: RequestId | None = None
+    prompt: PromptDigest = NO_DIGEST
     blocks: Blocks = ()
     tokens: int = 0
     is_exact: bool = False

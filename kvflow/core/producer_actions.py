@@ -20,16 +20,16 @@ P = ProducerRecord
 
 
 def note_prefill(record: P, event: PrefillStarted, turn: Turn) -> None:
-    record.request_id = event.request_id
+    step.name(record, event)
     turn.arm(step.deadline_key(record), turn.timings.prefill_max_s)
 
 
 def note_request(record: P, event: PrefillStarted, turn: Turn) -> None:
-    record.request_id = event.request_id
+    step.name(record, event)
 
 
 def note_prefill_of_registration(record: P, event: PrefillStarted, turn: Turn) -> None:
-    record.request_id = event.request_id
+    step.name(record, event)
     step.extend(record, turn)
 
 
@@ -39,7 +39,7 @@ def note_progress(record: P, event: PrefillAdvanced, turn: Turn) -> None:
 
 
 def note_prefill_and_progress(record: P, event: PrefillAdvanced, turn: Turn) -> None:
-    record.request_id = event.request_id
+    step.name(record, event)
     turn.arm(step.deadline_key(record), turn.timings.prefill_max_s)
     note_progress(record, event, turn)
 
@@ -47,7 +47,7 @@ def note_prefill_and_progress(record: P, event: PrefillAdvanced, turn: Turn) -> 
 def note_prefill_and_progress_of_registration(
     record: P, event: PrefillAdvanced, turn: Turn
 ) -> None:
-    record.request_id = event.request_id
+    step.name(record, event)
     step.extend(record, turn)
     note_progress(record, event, turn)
 
@@ -66,7 +66,7 @@ def begin_again(record: P, event: PrefillStarted, turn: Turn) -> None:
 
 
 def pin(record: P, event: PrefillFinished, turn: Turn) -> None:
-    record.request_id = event.request_id
+    step.name(record, event)
     record.blocks = event.blocks
     record.tokens = event.tokens
     record.is_exact = event.is_exact
@@ -82,7 +82,7 @@ def pin_amid_write(record: P, event: PrefillFinished, turn: Turn) -> None:
 
 def pin_to_release(record: P, event: PrefillFinished, turn: Turn) -> None:
     """The write that is being stopped may still read them."""
-    record.request_id = event.request_id
+    step.name(record, event)
     record.is_finished = True
 
 
@@ -94,7 +94,9 @@ def pin_and_stop(record: P, event: PrefillFinished, turn: Turn) -> None:
 def pin_anew(record: P, event: PrefillFinished, turn: Turn) -> None:
     begin_again(
         record,
-        PrefillStarted(transfer_id=event.transfer_id, request_id=event.request_id),
+        PrefillStarted(
+            transfer_id=event.transfer_id, request_id=event.request_id, prompt=event.prompt
+        ),
         turn,
     )
     pin(record, event, turn)

@@ -3,7 +3,7 @@
 import math
 
 from kvflow.core.effects import PostWrite, ReportSent, StopWrite
-from kvflow.core.events import WriteDone
+from kvflow.core.events import PrefillAdvanced, PrefillFinished, PrefillStarted, WriteDone
 from kvflow.core.notices import Accepted, Done, Failed, Readable
 from kvflow.core.producer import NAME, ProducerRecord, RegisteredBy, Registration
 from kvflow.core.reasons import Reason, Standing
@@ -15,6 +15,12 @@ P = ProducerRecord
 
 def deadline_key(record: P) -> tuple[str, PartId]:
     return (NAME, record.part)
+
+
+def name(record: P, event: PrefillStarted | PrefillAdvanced | PrefillFinished) -> None:
+    """From now on this record is about this prefill."""
+    record.request_id = event.request_id
+    record.prompt = event.prompt
 
 
 def accept(record: P, turn: Turn, standing: Standing) -> None:
@@ -123,6 +129,7 @@ def tell_done(record: P, turn: Turn, kept_s: float) -> None:
         transfer_id=record.transfer_id,
         attempt=record.attempt,
         prefill=record.prefill,
+        prompt=record.prompt,
         kept_s=kept_s,
     )
     turn.send(record.registration.peer, done)

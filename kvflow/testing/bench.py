@@ -23,7 +23,17 @@ from kvflow.core.notices import (
     Renew,
 )
 from kvflow.core.reasons import Reason
-from kvflow.ids import Address, AgentName, Incarnation, Rank, RequestId, TransferId, part_id
+from kvflow.ids import (
+    NO_DIGEST,
+    Address,
+    AgentName,
+    Incarnation,
+    PromptDigest,
+    Rank,
+    RequestId,
+    TransferId,
+    part_id,
+)
 
 T = TransferId("t")
 PART = part_id(T, 0)
@@ -32,6 +42,7 @@ RANKS = (Rank(0, 0), Rank(0, 1))
 P0, P1 = AgentName("p0"), AgentName("p1")
 C1, C2 = AgentName("c1"), AgentName("c2")
 BLOCKS: Blocks = ((4, 5, 6),)
+OTHER = PromptDigest(b"of another prompt")
 TOKENS = 48
 """Also the longest prompt that the bench's vLLM takes."""
 
@@ -240,8 +251,10 @@ def accepted(
     return Accepted(transfer_id=T, attempt=attempt, standing=standing, clock_s=clock_s)
 
 
-def done(attempt: int = 5, prefill: str = "r", kept_s: float = 0.0) -> Done:
-    return Done(transfer_id=T, attempt=attempt, prefill=prefill, kept_s=kept_s)
+def done(
+    attempt: int = 5, prefill: str = "r", kept_s: float = 0.0, prompt: PromptDigest = NO_DIGEST
+) -> Done:
+    return Done(transfer_id=T, attempt=attempt, prefill=prefill, kept_s=kept_s, prompt=prompt)
 
 
 def offer(prefill: str = "r", blocks: Blocks = ((1, 2, 3),)) -> Offer:

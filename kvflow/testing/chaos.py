@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from kvflow.core import Timings
-from kvflow.ids import TransferId
+from kvflow.ids import PromptDigest, TransferId
+from kvflow.testing.decode_engine import Consumer
 from kvflow.testing.driver import Node
-from kvflow.testing.engines import Consumer, Producer
 from kvflow.testing.faults import Fault
 from kvflow.testing.machines import TIMINGS, Machines
-from kvflow.testing.prompts import Load, Prefill
+from kvflow.testing.prefill_engine import Producer
+from kvflow.testing.prompts import OTHER_PROMPT, PROMPT, Load, Prefill
 from kvflow.testing.sizes import BLOCK_TOKENS
 
 MOMENTS_S = (0.0006, 0.0015, 0.003, 0.01, 0.05, 0.2, 0.4)
@@ -27,6 +28,11 @@ QUEUE_MAX = 16
 """More legs than these do not wait for blocks: the router sends them elsewhere."""
 
 Leg = TypeVar("Leg", Prefill, Load)
+
+
+def _prompt(pick: int, old: bool) -> PromptDigest:
+    """A request that uses an old id may have another prompt."""
+    return OTHER_PROMPT if old and pick % 3 == 0 else PROMPT
 
 
 class Chaos(Machines):
@@ -74,10 +80,12 @@ class Chaos(Machines):
 
     # -- legs, and the queue for those that find no blocks -----------------------------------------
 
-    def _begin(self, producer: Producer, transfer_id: TransferId) -> Prefill | None:
+    def _begin(
+        self, producer: Producer, transfer_id: TransferId, prompt: PromptDigest = PROMPT
+    ) -> Prefill | None:
         def begin() -> Prefill | None:
             live = [each for _, each in self.prefills("running", "finished", "preempted")]
-            begun = producer.begin(transfer_id)
+            begun = producer.begin(transfer_id, prompt)
             if begun and any(each.transfer_id == transfer_id for each in live):
                 self.world.strike(Fault.PREFILL_RIVAL, f"of {transfer_id} at {producer.name}")
             return begun
@@ -146,7 +154,8 @@ class Chaos(Machines):
     def begin_prefill(self, where: int, pick: int, old: bool) -> None:
         producer = self._producer(where)
         if producer.alive:
-            self._begin(producer, self._id(pick, old, self._asked_for()))
+            transfer_id = self._id(pick, old, self._asked_for())
+            self._begin(producer, transfer_id, _prompt(pick, old))
 
     def finish_prefill(self, pick: int) -> None:
         if found := self.prefills("running"):
@@ -203,7 +212,7 @@ class Chaos(Machines):
             if surplus:
                 self.world.strike(Fault.MISMATCH, transfer_id)
             how = {"skip": skip, "surplus": surplus, "named": named, "reads": reads}
-            self._load(consumer, producer, transfer_id, **how)
+            self._load(consumer, producer, transfer_id, prompt=_prompt(pick, old), **how)
 
     def allocate_by_old_name(self, where: int, pick: int) -> None:
         """The router names the engine id of an earlier start, or one that never was."""

@@ -18,6 +18,7 @@ from kvflow.ids import (
     AgentName,
     Incarnation,
     PartId,
+    PromptDigest,
     Rank,
     RequestId,
     TransferId,
@@ -49,6 +50,7 @@ class Tag:
 
     transfer_id: TransferId
     request_id: str
+    prompt: PromptDigest
     group: int
     position: int
 

@@ -21,8 +21,9 @@ from kvflow.core.notices import Blocks
 from kvflow.ids import ATTEMPT_STRIDE, RequestId, transfer_of
 
 if TYPE_CHECKING:
+    from kvflow.testing.decode_engine import Consumer
     from kvflow.testing.driver import Node, Slice
-    from kvflow.testing.engines import Consumer, Producer
+    from kvflow.testing.prefill_engine import Producer
     from kvflow.testing.prompts import Load, Prefill
     from kvflow.testing.world import World
 
@@ -113,7 +114,7 @@ def load_is_awaited(load: "Load | None", node: "Node", request_id: RequestId) ->
 
 
 def content_is_right(node: "Node", load: "Load") -> None:
-    """S6: every rank's part of every block, in order, from one and the same prefill.
+    """S6: every rank's part of every block, in order, from one prefill, and of the load's prompt.
 
     It is noted which one: after a preemption it must be that one again.
     """
@@ -122,8 +123,8 @@ def content_is_right(node: "Node", load: "Load") -> None:
         for nth, block in enumerate(ids):
             for rank in load.writers(node):
                 tag = node.memory.get(((group, block), rank))
-                wanted = (load.transfer_id, group, load.first[group] + nth)
-                got = (tag.transfer_id, tag.group, tag.position) if tag else None
+                wanted = (load.transfer_id, load.prompt, group, load.first[group] + nth)
+                got = (tag.transfer_id, tag.prompt, tag.group, tag.position) if tag else None
                 _check(got == wanted, "S6", f"block {block} of {load} holds {tag} from {rank}")
                 sources.add(tag.request_id if tag else None)
     _check(len(sources) <= 1, "S6", f"{load} is a mixture of prefills {sources}")

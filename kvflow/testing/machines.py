@@ -6,9 +6,10 @@ Rules: engines and workers are picked by number, modulo what there is: each numb
 from kvflow.core import Timings
 from kvflow.core import events as ev
 from kvflow.ids import AgentName
-from kvflow.testing.engines import Consumer, Producer
+from kvflow.testing.decode_engine import Consumer
 from kvflow.testing.faults import Fault, Faults
 from kvflow.testing.network import Weather
+from kvflow.testing.prefill_engine import Producer
 from kvflow.testing.world import World
 
 # Shorter than the defaults where only the bound matters, so that a world ends in milliseconds.

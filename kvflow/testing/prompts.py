@@ -4,12 +4,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvflow.core.notices import Blocks
-from kvflow.ids import AgentName, Rank, RequestId, TransferId
+from kvflow.ids import AgentName, PromptDigest, Rank, RequestId, TransferId
 from kvflow.testing.driver import Node, writes_to
 from kvflow.testing.sizes import GROUPS
 
 if TYPE_CHECKING:
-    from kvflow.testing.engines import Producer
+    from kvflow.testing.prefill_engine import Producer
+
+
+PROMPT, OTHER_PROMPT = PromptDigest(b"a prompt"), PromptDigest(b"another")
+"""There are as many prompts of each length: two that differ, for requests that use one id."""
 
 
 class Pool:
@@ -46,6 +50,7 @@ class Prefill:
 
     request_id: RequestId
     transfer_id: TransferId
+    prompt: PromptDigest = PROMPT
     state: str = "running"
     blocks: Blocks = ()
     computed: int = 0
@@ -67,6 +72,7 @@ class Load:
     transfer_id: TransferId
     attempt: int
     ranks: tuple[Rank, ...]
+    prompt: PromptDigest = PROMPT
     blocks: Blocks = ()
     first: tuple[int, ...] = ()
     state: str = "loading"

@@ -2,7 +2,8 @@
 
 from kvflow.core import Timings
 from kvflow.ids import TransferId
-from kvflow.testing.engines import Consumer, Producer
+from kvflow.testing.decode_engine import Consumer
+from kvflow.testing.prefill_engine import Producer
 from kvflow.testing.prompts import Load, Prefill
 from kvflow.testing.world import World
 

@@ -340,7 +340,13 @@ CONSUMER_EVENTS: dict[str, list[Script]] = {
         takes(b.read_failed(RANKS[1])),
     ],
     "read_stopped": [takes(b.read_stopped())],
-    "done": [hears(P0, b.done()), hears(P1, b.done()), hears(P1, b.done(prefill="another"))],
+    "done": [
+        hears(P0, b.done()),
+        hears(P1, b.done()),
+        hears(P1, b.done(prefill="another")),
+        hears(P0, b.done(prompt=b.OTHER)),
+        hears(P1, b.done(prompt=b.OTHER)),
+    ],
     "rank_failed": [
         hears(P0, b.failed()),
         hears(P1, b.failed()),

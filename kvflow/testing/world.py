@@ -21,10 +21,11 @@ from kvflow.core.clocks import CLOCK_DRIFT_MAX
 from kvflow.core.producer import NAME as PRODUCER
 from kvflow.ids import Address, AgentName, Incarnation, Rank, RequestId
 from kvflow.testing import invariants
+from kvflow.testing.decode_engine import Consumer
 from kvflow.testing.driver import Node, Slice, writes_to
-from kvflow.testing.engines import Consumer, Producer
 from kvflow.testing.faults import Fault, Faults
 from kvflow.testing.network import FAIR, Frame, Network, Weather
+from kvflow.testing.prefill_engine import Producer
 
 __all__ = ["Faults", "World"]
 

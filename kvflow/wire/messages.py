@@ -10,9 +10,9 @@ import msgspec
 
 from kvflow.core import notices
 from kvflow.core.reasons import Reason, Standing
-from kvflow.ids import TRANSFER_ID_CHARS_MAX
+from kvflow.ids import NO_DIGEST, TRANSFER_ID_CHARS_MAX, PromptDigest
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 FRAME_BYTES_MAX = 16 * 2**20
 """A registration of 1 M tokens in blocks of 16 is under 400 kB; so is a large region table."""
 NOTICES_PER_FRAME_MAX = 4096
@@ -24,6 +24,7 @@ PLANES_MAX = 8
 RANKS_MAX = 1024
 AGENT_METADATA_BYTES_MAX = 8 * 2**20
 NAME_CHARS_MAX = 512
+PROMPT_DIGEST_BYTES_MAX = 64
 
 TransferIdText = Annotated[
     str,
@@ -90,6 +91,7 @@ class Done(Message, frozen=True, tag="done"):
     transfer_id: TransferIdText
     attempt: Attempt
     prefill: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)] = ""
+    prompt: Annotated[PromptDigest, msgspec.Meta(max_length=PROMPT_DIGEST_BYTES_MAX)] = NO_DIGEST
     kept_s: SecondsOrNone = 0.0
 
 

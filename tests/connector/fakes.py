@@ -58,6 +58,8 @@ class FakeRequest:
     num_computed_tokens: int = 5 * BLOCK
     status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED
     trace_headers: Mapping[str, str] | None = None
+    prompt_token_ids: list[int] | None = None
+    lora_request: Any = None
 
 
 @dataclass

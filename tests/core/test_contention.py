@@ -14,7 +14,8 @@ from kvflow.core import events as ev
 from kvflow.ids import TransferId
 from kvflow.testing import bench as b
 from kvflow.testing.bench import C2, Bench, T
-from kvflow.testing.engines import Consumer, Producer
+from kvflow.testing.decode_engine import Consumer
+from kvflow.testing.prefill_engine import Producer
 from kvflow.testing.producer_ways import p_prefilled, write_failed
 from kvflow.testing.prompts import Load, Prefill
 from kvflow.testing.sizes import blocks_of

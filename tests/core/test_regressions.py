@@ -201,6 +201,19 @@ def test_dones_that_name_different_prefills_fail_the_load_s6() -> None:
     assert bench.all(ef.ReportReceived)[-1].reason is Reason.AMBIGUOUS
 
 
+@pytest.mark.parametrize("answers", [0, 1, 2])
+def test_a_done_of_another_prompt_fails_the_load_whatever_came_before_s6(answers: int) -> None:
+    bench = Bench()
+    bench.take(b.allocated())
+    bench.meet()
+    for agent in (P0, P1)[:answers]:
+        bench.hear(agent, b.accepted())
+    bench.hear(P0, b.done())
+    bench.hear(P1, b.done(prompt=b.OTHER))
+    assert bench.all(ef.ReportReceived)[-1].reason is Reason.AMBIGUOUS
+    assert "another prompt" in bench.all(ef.Moved)[-1].detail
+
+
 def test_a_rank_that_answered_is_renewed_while_another_has_not_f6() -> None:
     bench = Bench()
     bench.take(b.allocated())

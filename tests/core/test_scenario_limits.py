@@ -7,7 +7,8 @@ from kvflow.core import Timings
 from kvflow.core import events as ev
 from kvflow.core.notices import Failed
 from kvflow.ids import RequestId, TransferId
-from kvflow.testing.engines import Consumer, Producer
+from kvflow.testing.decode_engine import Consumer
+from kvflow.testing.prefill_engine import Producer
 from kvflow.testing.scenes import T, acquainted, both_legs, prefilled
 from kvflow.testing.sizes import tokens_of
 from kvflow.testing.transcript import check

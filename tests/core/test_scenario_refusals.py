@@ -3,7 +3,11 @@
 Each line is `time worker: what happened`. The first word after a name says which machine moved.
 """
 
-from kvflow.testing.scenes import T, acquainted, both_legs
+import pytest
+
+from kvflow.core import Reason
+from kvflow.testing.prompts import OTHER_PROMPT
+from kvflow.testing.scenes import T, acquainted, both_legs, prefilled
 from kvflow.testing.transcript import check
 
 
@@ -33,6 +37,31 @@ def test_two_prefills_with_one_transfer_id_are_both_refused_f7() -> None:
         since=1.0,
     )
     world.everything_ends()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("prefill_first", [False, True])
+def test_a_load_gets_the_kv_of_its_own_prompt_or_none_f7_s6(
+    prefill_first: bool, reads: bool
+) -> None:
+    """The other request with this id has not come yet, and nothing but its prompt tells them apart.
+
+    With one, and with several ranks; from the first word on, and after it.
+    """
+    for ranks in (1, 2):
+        world, producer, consumer = acquainted(ranks)
+        load = None
+        if not prefill_first:
+            load = consumer.allocate(T, producer, prompt=OTHER_PROMPT, reads=reads)
+            world.advance(0.1)
+        prefilled(producer)
+        world.advance(0.1)
+        if prefill_first:
+            load = consumer.allocate(T, producer, prompt=OTHER_PROMPT, reads=reads)
+            world.advance(0.1)
+        assert load is not None
+        assert (load.state, load.reason) == ("failed", Reason.AMBIGUOUS)
+        world.everything_ends()
 
 
 def test_two_loads_with_one_transfer_id_are_both_refused_f7() -> None:

@@ -7,8 +7,9 @@ from kvflow.core import Timings
 from kvflow.core import events as ev
 from kvflow.core.notices import Failed, Register
 from kvflow.ids import ATTEMPT_STRIDE
-from kvflow.testing.engines import Consumer, Producer
+from kvflow.testing.decode_engine import Consumer
 from kvflow.testing.network import Frame
+from kvflow.testing.prefill_engine import Producer
 from kvflow.testing.scenes import acquainted, both_legs
 from kvflow.testing.transcript import check
 from kvflow.testing.world import World

@@ -9,8 +9,8 @@ from kvflow.core import effects as ef
 from kvflow.core import events as ev
 from kvflow.testing import bench as b
 from kvflow.testing.bench import C1, Bench
-from kvflow.testing.engines import Producer
 from kvflow.testing.faults import Faults
+from kvflow.testing.prefill_engine import Producer
 from kvflow.testing.prompts import Prefill
 from kvflow.testing.scenes import T, acquainted, both_legs
 from kvflow.testing.sizes import BLOCK_TOKENS, blocks_of, tokens_of

@@ -154,7 +154,7 @@ def test_running_engines_are_met_and_compared() -> None:
     with engine("a") as producer, engine("b") as consumer:
         said = list(pair.check(met("producer", producer), met("consumer", consumer)))
     assert worst(said) is Severity.OK
-    assert "engine a, protocol 3, model tiny" in said[0].found
+    assert "engine a, protocol 4, model tiny" in said[0].found
     assert "blocks of 16 tokens" in said[0].found
 
 
@@ -214,7 +214,7 @@ def test_another_protocol_version_is_named_with_both() -> None:
     answer = b"\x09rest"
     with _answering(len(answer).to_bytes(4, "big") + answer) as address:
         broken = the_worst(list(pair.check(met("producer", address), None)))
-    assert "protocol version 9, ours is 3" in broken.found
+    assert "protocol version 9, ours is 4" in broken.found
     assert broken.to_do == "Install the same kvflow for both engines, and here."
 
 

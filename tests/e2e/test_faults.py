@@ -329,6 +329,26 @@ def test_one_request_id_for_two_prompts_gives_neither_the_others_tokens(healed: 
     run(trio, work)
 
 
+def test_a_decode_leg_with_another_prompts_id_does_not_get_its_kv_s6(healed: Trio) -> None:
+    """Both are of one length, and the other request's own decode leg has not come (yet)."""
+    trio = healed
+    first, second = BIG[:2]
+
+    async def work(clients: Clients) -> None:
+        for name, client in clients.items():
+            naming = Naming.by_transfer_id()
+            prefill = await client.prefill_leg(first, naming)
+            assert prefill.error is None
+            decode = await client.decode_leg(second, naming, began=time.monotonic())
+            trio.assert_failed_as_configured(name, second, decode)
+            failure = trio.traces.failure(name, str(naming.transfer_id))
+            assert failure is not None
+            assert (failure.reason, failure.detail) == ("ambiguous", "the KV is another prompt's")
+        await trio.assert_empty(3, *trio.engines)
+
+    run(trio, work)
+
+
 # -- engines that are ended, or restarted while idle ---------------------------------------------
 
 
