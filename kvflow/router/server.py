@@ -30,6 +30,9 @@ from kvflow.router.watching import Watch
 _CONNECT_TIMEOUT_S = 3.0
 _BACKLOG = 2048
 _DRAIN_S = 10
+_KEEPALIVE_S = 75
+"""Longer than clients keep an idle connection (vLLM's load generator: 60 s), so that they close it:
+a request that is sent while the router closes one is lost."""
 _READ_BYTES = 2**20
 
 
@@ -125,6 +128,7 @@ async def serve(config: Config) -> None:
                     log_level="warning",
                     access_log=False,
                     lifespan="off",
+                    timeout_keep_alive=_KEEPALIVE_S,
                     timeout_graceful_shutdown=_DRAIN_S,
                 )
             )

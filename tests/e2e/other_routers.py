@@ -18,8 +18,10 @@ from aiohttp import web
 
 from kvflow.demo.engines import HOST
 from kvflow.demo.ports import lease_port
+from kvflow.demo.requests import http_session
 
 READY_TIMEOUT_S = 60.0
+_LEG_TIMEOUT_S = 120.0
 _BYTES_MAX = 2**24
 
 
@@ -61,7 +63,7 @@ async def example_proxy(prefill: str, decode: str) -> AsyncIterator[str]:
     app = web.Application(client_max_size=_BYTES_MAX)
     app.router.add_post("/{path:.*}", forward)
     runner = web.AppRunner(app)
-    async with aiohttp.ClientSession() as session:
+    async with http_session(_LEG_TIMEOUT_S) as session:
         await runner.setup()
         try:
             site = web.TCPSite(runner, HOST, 0)

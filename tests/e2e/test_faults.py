@@ -144,12 +144,16 @@ async def a_load_from_nobody_ends(trio: Trio, clients: Clients) -> None:
         naming = Naming.by_transfer_id()
         trio.mark()
         answer = await clients[name].decode_leg(ONE, naming)
-        note(f"{answer.total_s:.2f} s, slack {trio.slack_s():.2f} s")
+        slack_s = trio.slack_s()
         trio.assert_failed_as_configured(name, ONE, answer)
         failure = trio.traces.failure(name, str(naming.transfer_id))
         assert failure is not None
-        note(f"{name}: nobody listens: {failure.reason}; answered after {answer.total_s:.2f} s")
-        assert answer.total_s <= LOSS_S + trio.slack_s()
+        took_s = failure.at - trio.traces.steps(name, str(naming.transfer_id))[0].at
+        note(
+            f"{name}: nobody listens: {failure.reason} after {took_s:.2f} s, slack {slack_s:.2f} s;"
+            f" answered after {answer.total_s:.2f} s"
+        )
+        assert took_s <= LOSS_S + slack_s
 
 
 async def try_until_cancelled(clients: Clients) -> None:
@@ -187,11 +191,15 @@ def test_a_killed_consumer_costs_the_producer_its_blocks_for_a_lease_at_most(hea
     trio = healed
 
     async def work(clients: Clients) -> None:
-        sent = burst(trio, clients, {FAILS: 6, RECOMPUTES: 4})
         held = Naming.by_transfer_id()
         waiting = asyncio.create_task(clients[FAILS].decode_leg(ONE, held))
+        await until(
+            lambda: trio.traces.reached(PRODUCER, str(held.transfer_id), "held"),
+            within_s=30,
+            what="a registration is held",
+        )
+        sent = burst(trio, clients, {FAILS: 6, RECOMPUTES: 4})
         await in_the_middle(trio, sent, FAILS)
-        assert trio.traces.reached(PRODUCER, str(held.transfer_id), "held")
         killed_unix, killed = trio.mark(), trio.signal(FAILS, signal.SIGKILL)
         await asyncio.gather(waiting, *(s.exchange for s in sent))
         for each in sent:
@@ -372,7 +380,8 @@ def test_an_engine_that_gets_sigterm_ends_in_time_and_nobody_waits_for_it(healed
             note(f"{ended} ended {took_s:.2f} s after SIGTERM")
             await answers
             tell_ends(trio, sent, told, told_unix)
-            assert took_s <= DRAIN_S + trio.slack_s()
+            # On a slow machine its prompts take all of it, and what is left then ends as well.
+            assert took_s <= DRAIN_S + LOSS_S + trio.slack_s()
             for each in sent:
                 if each.consumer != ended:
                     trio.assert_as_configured(each.consumer, each.prompt, each.decode)
@@ -392,12 +401,13 @@ def test_an_engine_restarted_while_idle_is_used_at_once(healed: Trio) -> None:
         await trio.restart(trio.settings(PRODUCER))
         for name in CONSUMERS:
             for number in range(2):
+                trio.mark()
                 sent = trio.send(clients[name], name, ONE)
                 await sent.exchange
                 assert trio.traces.failure(name, sent.transfer_id) is None
                 trio.assert_right(ONE, sent.decode)
                 note(f"{name}, request {number + 1} after: {sent.decode.first_token_s:.3f} s")
-                assert sent.decode.total_s < LOSS_S / 2
+                assert sent.decode.total_s < LOSS_S / 2 + trio.slack_s()
         await trio.assert_empty(3, *trio.engines)
 
     run(trio, work)

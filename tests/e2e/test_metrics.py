@@ -5,6 +5,7 @@ import time
 import urllib.request
 from collections import defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,6 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvflow.demo.engines import EnginePair
 from kvflow.demo.requests import Client, Dispatch, Endpoints, Exchange, Naming, prompts
 from kvflow.observe.metrics import METRICS
+
+from .trio import PRODUCER, Traces, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nixl, pytest.mark.timeout(180)]
 
@@ -59,7 +62,7 @@ def increase(after: Shown, before: Shown, name: str, **labels: str) -> float:
     return after.sum(name, **labels) - before.sum(name, **labels)
 
 
-async def ask(endpoints: Endpoints) -> tuple[list[Exchange], int]:
+async def ask(endpoints: Endpoints, traces: Traces) -> tuple[list[Exchange], int]:
     """50 requests, some sequential, and a few whose clients go away amid them."""
     async with Client(endpoints) as client:
         room = asyncio.Semaphore(AT_ONCE)
@@ -72,8 +75,13 @@ async def ask(endpoints: Endpoints) -> tuple[list[Exchange], int]:
         answers = await asyncio.gather(*map(one, range(REQUESTS)))
         for number in range(GIVEN_UP):
             # Its prefill is never asked for: it waits until its client has gone.
-            leg = asyncio.create_task(client.decode_leg(PROMPTS[number], Naming.by_transfer_id()))
-            await asyncio.sleep(0.5)
+            naming = Naming.by_transfer_id()
+            leg = asyncio.create_task(client.decode_leg(PROMPTS[number], naming))
+            await until(
+                lambda held=str(naming.transfer_id): traces.reached(PRODUCER, held, "held"),
+                within_s=SETTLES_IN_S,
+                what="a registration is held",
+            )
             leg.cancel()
             await asyncio.gather(leg, return_exceptions=True)
         return answers, GIVEN_UP
@@ -95,11 +103,11 @@ async def settled(endpoints: Endpoints) -> tuple[Shown, Shown]:
 
 
 def test_every_metric_is_there_and_the_counts_agree_after_50_requests(
-    engine_pair: EnginePair, endpoints: Endpoints
+    engine_pair: EnginePair, endpoints: Endpoints, trace_directory: Path
 ) -> None:
     async def work() -> None:
         before_p, before_c = await settled(endpoints)
-        answers, given_up = await ask(endpoints)
+        answers, given_up = await ask(endpoints, Traces(trace_directory))
         assert all(answer.error is None for answer in answers)
         producer, consumer = await settled(endpoints)
 

@@ -8,15 +8,14 @@ import pytest
 from kvflow.settings import Settings
 from kvflow.testing.port import MemoryNetwork
 
-from .loops import FAST, Worker
+from .loops import Worker, fast
 from .sides import DESTINATION, Clock, Pair, Side
 
 SMALL_SLICES = Settings(post_bytes_max=4096, post_runs_max=2, posts_in_flight_max=2)
 """So that a write of a few blocks takes several slices."""
 SHOWN = replace(
-    FAST,
+    fast(load_deadline_s=300.0, lease_s=300.0, hold_max_s=300.0, renew_misses_max=1000),
     inspect=True,
-    timings=replace(FAST.timings, load_deadline_s=300.0, lease_s=300.0, hold_max_s=300.0),
 )
 """Live transfers may be inspected, and are live for long."""
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -35,19 +35,19 @@ FAST = Settings(
         write_lease_s=0.3,
         slice_max_s=0.1,
         load_deadline_s=20.0,
-        meet_deadline_s=0.5,
+        meet_deadline_s=2.0,
         register_resend_s=0.05,
         cancel_resend_s=0.05,
-        cancel_deadline_s=0.5,
-        stop_deadline_s=1.0,
-        fence_s=0.4,
-        fence_silent_s=0.4,
+        cancel_deadline_s=1.5,
+        stop_deadline_s=2.0,
+        fence_s=1.0,
+        fence_silent_s=1.0,
         renew_interval_s=0.05,
-        renew_misses_max=6,
+        renew_misses_max=20,
         backoff_first_s=0.02,
         backoff_max_s=0.1,
         drain_s=1.0,
-        write_drain_s=0.5,
+        write_drain_s=1.5,
         tombstone_s=2.0,
         peer_idle_s=5.0,
         keep_sent_s=60.0,
@@ -56,6 +56,11 @@ FAST = Settings(
     post_runs_max=2,
     posts_in_flight_max=2,
 )
+
+
+def fast(**timings: Any) -> Settings:
+    """`FAST`, with other timings."""
+    return replace(FAST, timings=replace(FAST.timings, **timings))
 
 
 def wait_until(holds: Callable[[], object], what: str = "") -> None:
@@ -230,6 +235,13 @@ class Worker:
             engine_id=None,
         )
         self.loop.submit([event])
+
+    def end_posts_after(self, polls: int) -> None:
+        """What is posted, now and later, ends after so many polls more."""
+        with self._network.lock:
+            self.faults.pending_polls = polls
+            for post in list(self.port.posts.values()):
+                post.pending_polls = polls
 
     # -- what a test looks at ----------------------------------------------------------------------
 

@@ -134,9 +134,10 @@ def test_a_producer_is_told_by_a_consumer_that_closes(
     CONSUMER[state](producer, consumer, tarpit.address)
     consumer.comes_to("consumer", "t", state)
     closes(consumer)
-    wait_until(lambda: producer.state("producer", "t") not in PRODUCER_LIVE)
+    wait_until(lambda: producer.notes.ended("producer"))
     (ended,) = producer.notes.ended("producer")
     assert ended.reason is Reason.CANCELLED
+    assert ended.dest not in PRODUCER_LIVE
     if state == "transferring":
         assert producer.is_sent("t")
 
@@ -211,11 +212,8 @@ def test_a_write_that_can_finish_in_time_does_so_before_the_producer_closes(
     producer: Worker, consumer: Worker
 ) -> None:
     expected = consumer.memory.with_blocks(producer.memory, PAIRS)
-    producer.faults.pending_polls = 30
-    producer.finish_prefill("t", SOURCE)
-    consumer.load("t", producer.address, DESTINATION)
-    consumer.comes_to("consumer", "t", "transferring")
-    wait_until(lambda: producer.port.pending)
+    transferring(producer, consumer)
+    producer.end_posts_after(30)
     closes(producer)
     assert consumer.outcome("t") is None
     assert (consumer.memory.array == expected).all()

@@ -136,6 +136,7 @@ def test_one_that_sends_a_byte_now_and_then_is_cut_off(monkeypatch: pytest.Monke
             await served.is_idle()
             assert served.refused[0][0] == "connection"
             assert "TimeoutError" in served.refused[0][1]
+            monkeypatch.undo()
             assert (await served.meet()).engine_id == "engine"
 
     run(check())

@@ -11,16 +11,26 @@ from kvflow.ids import RequestId, TransferId
 from kvflow.io.gates import Gates
 from kvflow.testing.port import MemoryNetwork
 
-from .loops import FAST, Worker, wait_until
+from .loops import Worker, fast, wait_until
 
 PAIRS = [(3, 6), (4, 7), (5, 8), (9, 2), (1, 31), (20, 12)]
 SOURCE = [source for source, _ in PAIRS]
 DESTINATION = [to for _, to in PAIRS]
+NEVER = 2**30
+HASTY = fast(slice_max_s=0.5, write_drain_s=10.0)
+"""Waits little for a write whose blocks are taken away, and long for its end."""
+PATIENT = fast(slice_max_s=5.0, fence_s=6.0, fence_silent_s=6.0, tombstone_s=12.0)
 
 
 @pytest.fixture
 def producer(network: MemoryNetwork) -> Iterator[Worker]:
-    with Worker("producer", network, seed=1) as worker:
+    with Worker("producer", network, seed=1, settings=HASTY) as worker:
+        yield worker
+
+
+@pytest.fixture
+def patient(network: MemoryNetwork) -> Iterator[Worker]:
+    with Worker("producer", network, seed=1, settings=PATIENT) as worker:
         yield worker
 
 
@@ -69,23 +79,24 @@ def test_the_consumer_has_all_before_vllm_ends_the_request(
 
 
 def test_whoever_takes_blocks_away_waits_until_nothing_reads_them_s3(
-    producer: Worker, consumer: Worker
+    patient: Worker, consumer: Worker
 ) -> None:
-    registered(producer, consumer)
-    producer.faults.pending_polls = 20
-    producer.advance_prefill("t", SOURCE[:3])
-    wait_until(lambda: producer.port.posts, "something is posted")
-    producer.preempt_prefill("t")
-    assert not producer.port.posts
-    assert producer.state("producer", "t") == "held"
-    producer.faults.pending_polls = 0
-    producer.memory.array[:, SOURCE[:3]] = 0  # another request's by now
+    registered(patient, consumer)
+    patient.end_posts_after(NEVER)
+    patient.advance_prefill("t", SOURCE[:3])
+    wait_until(lambda: patient.port.posts, "something is posted")
+    patient.end_posts_after(20)
+    patient.preempt_prefill("t")
+    assert not patient.port.posts
+    assert patient.state("producer", "t") == "held"
+    patient.end_posts_after(0)
+    patient.memory.array[:, SOURCE[:3]] = 0  # another request's by now
     others = [block + 1 for block in SOURCE]
     expected = consumer.memory.with_blocks(
-        producer.memory, list(zip(others, DESTINATION, strict=True))
+        patient.memory, list(zip(others, DESTINATION, strict=True))
     )
-    producer.start_prefill("t")
-    producer.finish_prefill("t", others)
+    patient.start_prefill("t")
+    patient.finish_prefill("t", others)
     assert consumer.outcome("t") is None
     assert (consumer.memory.array == expected).all()
 
@@ -94,20 +105,18 @@ def test_the_wait_for_a_write_that_hangs_is_bounded_and_its_end_does_not_count(
     producer: Worker, consumer: Worker
 ) -> None:
     registered(producer, consumer)
-    producer.faults.pending_polls = 2**30
+    producer.end_posts_after(NEVER)
     producer.advance_prefill("t", SOURCE[:3])
     wait_until(lambda: producer.port.posts, "something is posted")
     began = time.monotonic()
     producer.preempt_prefill("t")
-    assert time.monotonic() - began >= FAST.timings.slice_max_s
+    assert time.monotonic() - began >= HASTY.timings.slice_max_s
     assert producer.state("producer", "t") == "recalled"
     assert "still read" in str(producer.notes.failures[-1])
     producer.start_prefill("t")
     producer.finish_prefill("t", SOURCE)
     expected = consumer.memory.with_blocks(producer.memory, PAIRS)
-    producer.faults.pending_polls = 0
-    for post in producer.port.posts.values():
-        post.pending_polls = 0
+    producer.end_posts_after(0)
     assert consumer.outcome("t") is None
     assert (consumer.memory.array == expected).all()
 

@@ -53,9 +53,12 @@ class Terminal:
         """All that was ever written to the screen, without control sequences."""
         return ANSI.sub("", self.written.decode(errors="replace"))
 
-    def read(self) -> None:
-        if select.select([self._ours], [], [], 0.05)[0]:
+    def read(self) -> bool:
+        """Whether there was something. It may be a part: a read gives 4,095 bytes at most."""
+        is_ready = bool(select.select([self._ours], [], [], 0.05)[0])
+        if is_ready:
             self.written += os.read(self._ours, 65536)
+        return is_ready
 
     def shows(self, pattern: str, since: int = 0) -> str:
         """Waits until something like it was written; returns that."""
@@ -75,7 +78,8 @@ class Terminal:
         while self.process.poll() is None:
             assert time.monotonic() < until, self.text
             self.read()
-        self.read()
+        while self.read():
+            pass
         return self.process.returncode
 
     def __enter__(self) -> "Terminal":

@@ -8,14 +8,13 @@ import pytest
 
 from kvflow.core import Reason
 from kvflow.core.effects import Moved
-from kvflow.core.timings import Timings
 from kvflow.errors import TransportError
 from kvflow.ids import Address
 from kvflow.io.driver import Driver
 from kvflow.settings import Settings
 from kvflow.testing.port import MemoryNetwork
 
-from .loops import FAST, HERE, Tarpit, Worker, open_sockets, wait_until
+from .loops import FAST, HERE, Tarpit, Worker, fast, open_sockets, wait_until
 
 PAIRS = [(3, 6), (4, 7), (5, 8), (9, 2), (1, 31), (20, 12)]
 SOURCE = [source for source, _ in PAIRS]
@@ -104,7 +103,9 @@ def test_a_load_from_nobody_fails_and_others_do_not(producer: Worker, consumer: 
     consumer.load("lost", UNUSED_PORT, [30])
     producer.transferred("t", consumer, PAIRS)
     assert consumer.outcome("lost") is Reason.UNREACHABLE
-    (moved,) = [m for m in consumer.notes.ended("consumer") if m.key == "lost"]
+    ended = consumer.notes.ended
+    wait_until(lambda: "lost" in [moved.key for moved in ended("consumer")])
+    (moved,) = [m for m in ended("consumer") if m.key == "lost"]
     assert str(UNUSED_PORT) in moved.peer
 
 
@@ -331,12 +332,11 @@ def test_a_loop_looks_often_only_while_something_is_awaited(network: MemoryNetwo
         assert receives_per_s(consumer) <= 1 / 0.050 + 10
         producer.start_prefill("t")
         producer.comes_to("producer", "t", "allocated")
+        wait_until(lambda: interval_us(producer) == 5_000)
         assert receives_per_s(producer) <= 1 / 0.005 + 50
-        assert interval_us(producer) == 5_000
         consumer.load("t", producer.address, DESTINATION)
         consumer.comes_to("consumer", "t", "registered")
-        assert receives_per_s(consumer) > 1 / 0.050 + 10
-        assert interval_us(consumer) == 500
+        wait_until(lambda: interval_us(consumer) == 500)
         producer.finish_prefill("t", SOURCE)
         assert consumer.outcome("t") is None
         wait_until(lambda: interval_us(consumer) == 50_000)
@@ -344,7 +344,7 @@ def test_a_loop_looks_often_only_while_something_is_awaited(network: MemoryNetwo
 
 def test_a_paused_write_does_not_spin(network: MemoryNetwork) -> None:
     paced = Settings(
-        timings=Timings(**{**timings_of(FAST), "lease_s": 60.0}),
+        timings=fast(lease_s=60.0).timings,
         poll_quick_us=2_000,
         post_bytes_max=4096,
         post_runs_max=1,
@@ -370,10 +370,6 @@ def has_paused(worker: Worker) -> bool:
     assert driver is not None
     (write,) = driver._transfers
     return write.can_post(1) and not driver.can_post
-
-
-def timings_of(settings: Settings) -> dict[str, float]:
-    return {name: getattr(settings.timings, name) for name in Timings.__dataclass_fields__}
 
 
 def test_while_the_model_runs_the_loop_looks_more_seldom(network: MemoryNetwork) -> None:

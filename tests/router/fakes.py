@@ -24,6 +24,8 @@ from kvflow.router.server import listen, routing
 from kvflow.wire import messages as m
 
 MODEL = "tiny"
+WAIT_S = 10.0
+"""How long a test waits for what must come, if it says nothing about how soon."""
 FAST: Mapping[str, Any] = {
     "watch_interval_s": 0.1,
     "retry_min_s": 0.05,
@@ -108,6 +110,8 @@ class FakeEngine:
         """From where each leg came."""
         self.knobs = Knobs()
         self.in_flight = 0
+        self.looks = 0
+        """How often it was asked for `/metrics`, and answered."""
         self.port = 0
         self._side_channel_host = side_channel_host
         self._engine_id = f"id-of-{name}"
@@ -170,6 +174,7 @@ class FakeEngine:
             f'vllm:kv_cache_usage_perc{{engine="{rank}"}} {self.knobs.kv_usage}\n'
             for rank in range(self.ranks)
         ]
+        self.looks += 1
         return web.Response(
             text="".join(usage)
             + 'vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} '
@@ -294,6 +299,13 @@ class Routed:
         async with self.session.get(f"{self.url}{path}") as response:
             return await response.text()
 
+    async def shows(self, line: str) -> None:
+        """Waits until the router's `/metrics` has it."""
+        began = time.monotonic()
+        while line not in (page := await self.page("/metrics")):
+            assert time.monotonic() - began < WAIT_S, page
+            await asyncio.sleep(0.005)
+
     def forget_meetings(self) -> None:
         """What follows is what clients have caused."""
         self.world.events.clear()
@@ -340,6 +352,12 @@ async def serving(config: Config) -> AsyncIterator[str]:
             finally:
                 server.should_exit = True
                 await serve
+
+
+async def looked_at(engine: FakeEngine) -> None:
+    """Waits until the router knows what the engine says now."""
+    looks = engine.looks + 2  # it asks again when it has read the answer before
+    await until(lambda: engine.looks >= looks, within_s=WAIT_S)
 
 
 async def until(condition: Any, *, within_s: float = 2.0) -> None:

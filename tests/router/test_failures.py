@@ -34,13 +34,13 @@ async def nothing_left(r: Routed) -> None:
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
-def test_a_prefill_leg_that_fails_ends_the_decode_leg_within_a_second(mode: str) -> None:
+def test_a_prefill_leg_that_fails_ends_the_decode_leg_at_once(mode: str) -> None:
     async def work() -> None:
         async with routed(mode=mode, dispatches_max=1) as r:
             r.producers[0].knobs.status = 500
             began = time.monotonic()
             status, answer = await r.complete()
-            assert time.monotonic() - began < 1
+            assert time.monotonic() - began < 5
             assert status == 502
             assert "prefill engine" in answer["error"]["message"]
             await nothing_left(r)
@@ -56,7 +56,7 @@ def test_a_prefill_leg_that_fails_ends_the_decode_leg_within_a_second(mode: str)
 def test_a_decode_leg_that_fails_ends_the_prefill_leg_and_releases_its_kv(in_stream: bool) -> None:
     async def work() -> None:
         async with routed(dispatches_max=1) as r:
-            r.producers[0].knobs.prefill_s = 5 if not in_stream else 0.01
+            r.producers[0].knobs.prefill_s = 20 if not in_stream else 0.01
             if in_stream:
                 r.consumers[0].knobs.in_stream = True
             else:
@@ -65,7 +65,7 @@ def test_a_decode_leg_that_fails_ends_the_prefill_leg_and_releases_its_kv(in_str
             async with r.session.post(f"{r.url}/v1/completions", json=STREAM) as response:
                 assert response.status == 502
                 assert "decode engine" in (await response.json())["error"]["message"]
-            assert time.monotonic() - began < 1
+            assert time.monotonic() - began < 5
             await nothing_left(r)
             await until(lambda: len(r.world.released) == 1)
 
@@ -164,11 +164,10 @@ def test_an_engine_that_is_back_is_met_and_used_again() -> None:
         async with routed() as r:
             (producer,) = r.producers
             await producer.stop()
-            await until(lambda: not producer.in_flight)
-            await asyncio.sleep(0.3)
+            await r.shows(f'kvflow_router_engine_up{{engine="{producer.url}",role="prefill"}} 0.0')
             began = time.monotonic()
             status, answer = await r.complete()
-            assert (status, time.monotonic() - began < 1) == (503, True)
+            assert (status, time.monotonic() - began < 5) == (503, True)
             assert "no prefill engine can be used" in answer["error"]["message"]
             await producer.start()  # its side channel has another port now
             came_back = time.monotonic()
@@ -181,17 +180,18 @@ def test_an_engine_that_is_back_is_met_and_used_again() -> None:
 
 def test_more_than_the_engines_and_the_queue_take_are_told_to_come_again() -> None:
     async def work() -> None:
-        async with routed(engine_limit=1, queue_max=1, queue_timeout_s=0.3) as r:
-            r.producers[0].knobs.prefill_s = 1
-            asked = []
-            for _ in range(3):
-                asked.append(asyncio.create_task(r.complete()))
-                await asyncio.sleep(0.05)
+        async with routed(engine_limit=1, queue_max=1, queue_timeout_s=2) as r:
+            r.producers[0].knobs.prefill_s = 4
+            asked = [asyncio.create_task(r.complete())]
+            await until(lambda: r.producers[0].in_flight)
+            asked.append(asyncio.create_task(r.complete()))
+            await r.shows("kvflow_router_waiting 1.0")
+            asked.append(asyncio.create_task(r.complete()))
             began = time.monotonic()
             async with r.session.post(f"{r.url}/v1/completions", json=STREAM) as response:
                 assert response.status == 503
                 assert response.headers["Retry-After"] == "1"
-            assert time.monotonic() - began < 0.2
+            assert time.monotonic() - began < 1
             statuses = [status for status, _ in await asyncio.gather(*asked)]
             assert statuses == [200, 503, 503]  # in time; waited too long; too many wait
             await nothing_left(r)

@@ -10,7 +10,7 @@ import pytest
 from kvflow import __version__
 from kvflow.router.config import Mode
 
-from .fakes import MODEL, routed, until, words
+from .fakes import MODEL, looked_at, routed, until, words
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -30,9 +30,10 @@ def text(count: int = 4, prompt: object = "hello") -> str:
 def test_push_sends_both_legs_at_once_under_one_fresh_id() -> None:
     async def work() -> None:
         async with routed() as r:
-            r.producers[0].knobs.prefill_s = 0.3
+            r.producers[0].knobs.prefill_s = 1.5
             asked = [asyncio.create_task(r.complete()) for _ in range(2)]
-            await until(lambda: len(r.world.happened("decode")) == 2, within_s=0.25)
+            (producer,) = r.producers
+            await until(lambda: producer.in_flight == len(r.world.happened("decode")) == 2)
             assert [a[0] for a in await asyncio.gather(*asked)] == [200, 200]
             prefills, decodes = r.world.happened("prefill"), r.world.happened("decode")
             ids = {id_ for _, id_ in prefills}
@@ -51,7 +52,7 @@ def test_pull_sends_the_decode_leg_after_the_prefill_leg_with_what_it_answered(h
         async with routed(consumers_mode=own, **settings) as r:
             if how == "consumers near full":
                 r.consumers[0].knobs.kv_usage = 0.95
-                await asyncio.sleep(0.3)
+                await looked_at(r.consumers[0])
             assert await r.complete() == (200, _answer(own))
             kinds = [kind for _, kind, _ in r.world.events]
             assert kinds == ["prefill", "decode"]
@@ -161,7 +162,8 @@ def test_a_client_s_mistake_is_told_in_the_engine_s_own_words_and_not_repeated(l
 def test_work_is_spread_over_the_engines_and_like_prompts_meet() -> None:
     async def work() -> None:
         async with routed(producers=2, consumers=2) as r:
-            prompts = [f"prompt {number}" for number in range(12)]
+            # They are hashed with their engines' ports: so many do not all meet by chance.
+            prompts = [f"prompt {number}" for number in range(40)]
             for prompt in prompts:
                 await r.complete(prompt=prompt)
             assert {engine for engine, _ in r.world.happened("prefill")} == {"p0", "p1"}
@@ -179,7 +181,7 @@ def test_health_and_metrics_say_how_each_engine_is() -> None:
         async with routed() as r:
             r.consumers[0].knobs.kv_usage = 0.5
             await r.complete()
-            await asyncio.sleep(0.3)
+            await looked_at(r.consumers[0])
             health = json.loads(await r.page("/health"))
             assert health["status"] == "ok"
             assert [(e["role"], e["up"]) for e in health["engines"]] == [
@@ -202,14 +204,14 @@ def test_prompts_that_a_decode_engine_computes_although_they_had_legs_are_warned
 ) -> None:
     async def work() -> None:
         async with routed() as r:
+            (consumer,) = r.consumers
             await r.complete()
-            await asyncio.sleep(0.3)
-            r.consumers[0].knobs.computed += 500
-            await asyncio.sleep(0.3)
+            await looked_at(consumer)
+            consumer.knobs.computed += 500
+            await looked_at(consumer)
             await r.complete(n=2)
-            await asyncio.sleep(0.2)
-            r.consumers[0].knobs.computed += 300  # those of the request without legs, maybe
-            await asyncio.sleep(0.3)
+            consumer.knobs.computed += 300  # those of the request without legs, maybe
+            await looked_at(consumer)
 
     run(work())
     said = [line for line in capsys.readouterr().out.splitlines() if "computed locally" in line]
