@@ -2,7 +2,8 @@
 
 Rules: a leg ends when its engine is out, whether or not the connection does; an answer has begun
 only when something of it is there that a client can be given. vLLM answers a stream with HTTP 200
-before it computes, and tells of an error in the first event: here that is an error like any other.
+before it computes, and tells of an error in the first event, or, of a chat, in the one after the
+role's, which it sends before it looks at what there is: here that is an error like any other.
 """
 
 import asyncio
@@ -20,6 +21,9 @@ T = TypeVar("T")
 
 _EVENT_END = b"\n\n"
 _FIRST_EVENT_BYTES_MAX = 4 * 2**20
+_ROLE_ALONE_S = 1.0
+"""For so long a chat's role is kept back: whatever vLLM has to say then comes with it, except where
+it parses what a model thinks, and has nothing to show yet."""
 _ERROR_CHARS_MAX = 500
 _JSON = "application/json"
 _CLIENT_ERRORS = range(400, 500)
@@ -127,26 +131,56 @@ async def _begin(
 
 
 async def _first_event(response: aiohttp.ClientResponse) -> bytes:
+    """What has come when there is an event that says more than a role."""
     read = bytearray()
-    async for chunk in response.content.iter_any():
-        read += chunk
-        if _EVENT_END in read or len(read) > _FIRST_EVENT_BYTES_MAX:
+    while _first_word(read) is None and len(read) <= _FIRST_EVENT_BYTES_MAX:
+        try:
+            async with asyncio.timeout(_ROLE_ALONE_S if _EVENT_END in read else None):
+                chunk = await response.content.readany()
+        except TimeoutError:
             break
+        if not chunk:
+            break
+        read += chunk
     return bytes(read)
+
+
+def _first_word(read: bytes | bytearray) -> bytes | bytearray | None:
+    """The first whole event that says more than a role."""
+    *events, _ = read.split(_EVENT_END)
+    return next((event for event in events if not _is_role(event)), None)
+
+
+def _is_role(event: bytes | bytearray) -> bool:
+    """Whether it says nothing but who speaks."""
+    choices = _told(event).get("choices") if b'"role"' in event else None
+    return bool(choices) and not any(map(_says_something, choices or ()))
+
+
+def _says_something(choice: dict[str, Any]) -> bool:
+    """Whether a choice of a chat's event has more than a role."""
+    said = {**choice.get("delta", {}), "role": None}
+    return any(said.values()) or bool(choice.get("finish_reason"))
+
+
+def _told(event: bytes | bytearray) -> dict[str, Any]:
+    """The JSON object of an event; nothing if it is none."""
+    try:
+        told = msgspec.json.decode(event.removeprefix(b"data:").strip())
+    except msgspec.DecodeError:
+        return {}
+    return told if isinstance(told, dict) else {}
 
 
 def _check(engine: Engine, first: bytes) -> None:
     """Raises `LegError` if the first event is an error, or there is none."""
-    event, end, _ = first.partition(_EVENT_END)
-    if not end:
+    if _EVENT_END not in first:
         raise UnreachableError(engine, "the stream ended before its first event")
-    if b'"error"' not in event:
+    word = _first_word(first) or b""
+    if b'"error"' not in word:
         return
-    try:
-        told = msgspec.json.decode(event.removeprefix(b"data:").strip())
-    except msgspec.DecodeError:
-        return
-    if isinstance(told, dict) and isinstance(told.get("error"), dict):
+    told = _told(word)
+    if isinstance(told.get("error"), dict):
         code = told["error"].get("code")
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
         raise _refused(engine, status, msgspec.json.encode(told))

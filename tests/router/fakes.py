@@ -69,6 +69,8 @@ class Knobs:
     status   answer every leg with this error.
     in_stream
              or: with an error as the first event of a stream.
+    role_alone_s
+             how long nothing follows the role with which a chat's stream begins.
     breaks_after
              close the connection after so many words of a stream.
     hangs    accept, and answer nothing.
@@ -78,6 +80,7 @@ class Knobs:
     decode_s: float = 0.01
     status: int = 0
     in_stream: bool = False
+    role_alone_s: float = 0.0
     breaks_after: int | None = None
     hangs: bool = False
     kv_usage: float = 0.0
@@ -229,6 +232,11 @@ class FakeEngine:
     async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        if request.path.endswith("/chat/completions"):
+            # vLLM says who speaks before it looks at what there is to say.
+            role = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+            await response.write(b"data: " + json.dumps(role).encode() + b"\n\n")
+            await asyncio.sleep(self.knobs.role_alone_s)
         if self.knobs.in_stream:
             error = {"error": {"message": "KV load failure", "code": 500}}
             await response.write(b"data: " + json.dumps(error).encode() + b"\n\n")

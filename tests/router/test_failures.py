@@ -14,7 +14,9 @@ from .fakes import MODEL, Routed, routed, until, words
 
 pytestmark = pytest.mark.timeout(60)
 
+HELLO = [{"role": "user", "content": "hello"}]
 STREAM = {"model": MODEL, "prompt": "hello", "max_tokens": 4, "stream": True}
+CHAT = {"model": MODEL, "messages": HELLO, "max_tokens": 4, "stream": True}
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -92,6 +94,47 @@ def test_another_engine_is_tried_before_the_first_token(role: str, fault: str) -
         await until(lambda: not any(engine.in_flight for engine in engines))
 
     run(work())
+
+
+@pytest.mark.parametrize("role_alone_s", [0.0, 0.1])
+def test_a_chat_that_has_nothing_but_its_role_is_dispatched_again(role_alone_s: float) -> None:
+    """vLLM tells of a load that has failed in the second event of a chat."""
+
+    async def work() -> None:
+        async with routed(consumers=2, decode_policy="robin") as r:
+            r.consumers[0].knobs.in_stream = True
+            r.consumers[0].knobs.role_alone_s = role_alone_s
+            for _ in range(2):
+                events = await chat(r)
+                assert [e["choices"][0].get("text") for e in events] == [None, *words(HELLO, 4)]
+            tried = [engine for engine, _ in r.world.happened("decode")]
+            assert tried.count("c1") == 2
+            assert "c0" in tried
+
+    run(work())
+
+
+def test_a_role_is_not_kept_back_for_long() -> None:
+    async def work() -> None:
+        async with routed() as r:
+            r.consumers[0].knobs.role_alone_s = 6
+            began = time.monotonic()
+            body = {"model": MODEL, "messages": HELLO, "max_tokens": 4, "stream": True}
+            async with r.session.post(f"{r.url}/v1/chat/completions", json=body) as response:
+                assert b"assistant" in await response.content.readline()
+                assert time.monotonic() - began < 5
+                assert b"text" in await response.content.read()
+
+    run(work())
+
+
+async def chat(r: Routed) -> list[dict[str, Any]]:
+    """The events of one."""
+    async with r.session.post(f"{r.url}/v1/chat/completions", json=CHAT) as response:
+        assert response.status == 200
+        lines = [line.strip() async for line in response.content if line.strip()]
+    assert lines.pop() == b"data: [DONE]"
+    return [json.loads(line.removeprefix(b"data: ")) for line in lines]
 
 
 def test_each_dispatch_has_a_transfer_id_of_its_own() -> None:
