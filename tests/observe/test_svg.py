@@ -208,6 +208,7 @@ def test_the_order_has_fewer_crossings_than_the_table_s(table: Table) -> None:
 # -- the document ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_same_tables_give_the_same_bytes() -> None:
     assert as_svg(TABLES) == as_svg(TABLES)
 
