@@ -153,23 +153,34 @@ def _first_word(read: bytes | bytearray) -> bytes | bytearray | None:
 
 def _is_role(event: bytes | bytearray) -> bool:
     """Whether it says nothing but who speaks."""
-    choices = _told(event).get("choices") if b'"role"' in event else None
-    return bool(choices) and not any(map(_says_something, choices or ()))
+    choices = _told(event).choices if b'"role"' in event else ()
+    return bool(choices) and not any(choice.says_more for choice in choices)
 
 
-def _says_something(choice: dict[str, Any]) -> bool:
-    """Whether a choice of a chat's event has more than a role."""
-    said = {**choice.get("delta", {}), "role": None}
-    return any(said.values()) or bool(choice.get("finish_reason"))
+class _Choice(msgspec.Struct):
+    delta: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+    @property
+    def says_more(self) -> bool:
+        said = {**(self.delta or {"text": True}), "role": None}
+        return any(said.values()) or self.finish_reason is not None
 
 
-def _told(event: bytes | bytearray) -> dict[str, Any]:
-    """The JSON object of an event; nothing if it is none."""
+class _Event(msgspec.Struct):
+    choices: tuple[_Choice, ...] = ()
+    error: dict[str, Any] | None = None
+
+
+def _told(event: bytes | bytearray) -> _Event:
+    """What an event has of that; nothing if it is no such thing."""
     try:
-        told = msgspec.json.decode(event.removeprefix(b"data:").strip())
-    except msgspec.DecodeError:
-        return {}
-    return told if isinstance(told, dict) else {}
+        return _EVENT.decode(event.removeprefix(b"data:").strip())
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _Event()
+
+
+_EVENT = msgspec.json.Decoder(_Event)
 
 
 def _check(engine: Engine, first: bytes) -> None:
@@ -179,11 +190,10 @@ def _check(engine: Engine, first: bytes) -> None:
     word = _first_word(first) or b""
     if b'"error"' not in word:
         return
-    told = _told(word)
-    if isinstance(told.get("error"), dict):
-        code = told["error"].get("code")
+    if (error := _told(word).error) is not None:
+        code = error.get("code")
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
-        raise _refused(engine, status, msgspec.json.encode(told))
+        raise _refused(engine, status, msgspec.json.encode({"error": error}))
 
 
 def _refused(engine: Engine, status: int, body: bytes) -> LegError:
