@@ -199,6 +199,7 @@ def test_two_loops_with_one_key_transfer(network: MemoryNetwork) -> None:
         assert not consumer.notes.refusals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ours", "theirs"), [(ONE, OTHER), (ONE, NONE), (NONE, ONE)])
 def test_two_loops_without_a_common_key_do_not_meet_and_nothing_else_is_harmed(
     network: MemoryNetwork, ours: Seal, theirs: Seal

@@ -18,6 +18,8 @@ from kvflow.testing.port import MemoryNetwork
 from .loops import Tarpit, Worker, closes, wait_until
 from .sides import load_of, prefill_of
 
+pytestmark = pytest.mark.slow
+
 NEVER = 10**9
 PAIRS = [(3, 6), (4, 7), (9, 2), (1, 31)]
 SOURCE = [source for source, _ in PAIRS]

@@ -122,6 +122,7 @@ def test_a_producer_that_does_not_answer_delays_nobody_else(
         assert tarpit.were_closed()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["a..b", "x" * 64, "no-such-host.invalid"])
 def test_a_host_that_cannot_be_one_fails_its_load_only(
     producer: Worker, consumer: Worker, host: str
@@ -184,6 +185,7 @@ def tasks_of(worker: Worker) -> int:
     return worker.loop._thread.run(count(), 10.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["start", "connect", "drain", "read_length", "read_body"])
 def test_a_meeting_cancelled_anywhere_is_answered_once_and_tried_again(
     producer: Worker,
@@ -342,6 +344,7 @@ def test_a_loop_looks_often_only_while_something_is_awaited(network: MemoryNetwo
         wait_until(lambda: interval_us(consumer) == 50_000)
 
 
+@pytest.mark.slow
 def test_a_paused_write_does_not_spin(network: MemoryNetwork) -> None:
     paced = Settings(
         timings=fast(lease_s=60.0).timings,

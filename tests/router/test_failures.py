@@ -114,6 +114,7 @@ def test_a_chat_that_has_nothing_but_its_role_is_dispatched_again(role_alone_s: 
     run(work())
 
 
+@pytest.mark.slow
 def test_a_role_is_not_kept_back_for_long() -> None:
     async def work() -> None:
         async with routed() as r:
@@ -221,6 +222,7 @@ def test_an_engine_that_is_back_is_met_and_used_again() -> None:
     run(work())
 
 
+@pytest.mark.slow
 def test_more_than_the_engines_and_the_queue_take_are_told_to_come_again() -> None:
     async def work() -> None:
         async with routed(engine_limit=1, queue_max=1, queue_timeout_s=2) as r:
