@@ -248,19 +248,20 @@ class SchedulerHalf:
                 "prefill without transfer: kv_role is kv_consumer", request=request_id
             )
             return
-        try:
-            transfer_id = p.prefill_transfer_id(
-                request.kv_transfer_params, request_id, randomized=self._randomized
-            )
-        except ConfigurationError as error:
-            self._log.warning("prefill without transfer", request=request_id, error=error)
-            return
-        before = self._prefills.get(request_id)
-        tokens = request.num_prompt_tokens
-        prompt = before.prompt if before is not None else digest_of(request, tokens)
-        started = PrefillStarted(transfer_id=transfer_id, request_id=request_id, prompt=prompt)
-        self._prefills[request_id] = started
-        self._progress.begin(started, tokens)
+        started = self._prefills.get(request_id)
+        if started is None:
+            try:
+                transfer_id = p.prefill_transfer_id(
+                    request.kv_transfer_params, request_id, randomized=self._randomized
+                )
+            except ConfigurationError as error:
+                self._log.warning("prefill without transfer", request=request_id, error=error)
+                return
+            tokens = request.num_prompt_tokens
+            prompt = digest_of(request, tokens)
+            started = PrefillStarted(transfer_id=transfer_id, request_id=request_id, prompt=prompt)
+            self._prefills[request_id] = started
+            self._progress.begin(started, tokens)
         self._events.append(started)
 
     def _prefill_ended(

@@ -16,6 +16,7 @@ from kvflow.core.consumer import (
     Reads,
     completes,
     completes_not,
+    completes_wrongly,
     is_done_already,
 )
 from kvflow.core.consumer_actions import (
@@ -90,9 +91,7 @@ def confirms_the_last(record: C, event: FromRank, turn: Turn) -> bool:
 
 def confirms_what_is_wrong(record: C, event: FromRank, turn: Turn) -> bool:
     """The ranks have held the KV of different prefills, or of another prompt."""
-    if confirms_nothing(record, event, turn) or completes_not(record, event, turn):
-        return False
-    return not completes(record, event, turn)
+    return confirms(record, event) and completes_wrongly(record, event, turn)
 
 
 def confirms_one(record: C, event: FromRank, turn: Turn) -> bool:

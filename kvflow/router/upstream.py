@@ -172,15 +172,15 @@ class _Event(msgspec.Struct):
     error: dict[str, Any] | None = None
 
 
+_EVENT = msgspec.json.Decoder(_Event)
+
+
 def _told(event: bytes | bytearray) -> _Event:
     """What an event has of that; nothing if it is no such thing."""
     try:
         return _EVENT.decode(event.removeprefix(b"data:").strip())
     except (msgspec.DecodeError, UnicodeDecodeError):
         return _Event()
-
-
-_EVENT = msgspec.json.Decoder(_Event)
 
 
 def _check(engine: Engine, first: bytes) -> None:
